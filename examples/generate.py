@@ -6,7 +6,7 @@
 The tokenizer is that in the folder of the bundle, or above a folder `onnx`, where exporters put `tokenizer.json` (read
 by the package tokenizers) or the files of a slower one (transformers). Without these, tokens are the bytes of the
 prompt, or its numbers: `--prompt "7 42 99"`. The cache stays on its devices: each call after the
-prompt takes one token.
+prompt takes one token. Where the bundle has a plan for prompts and one for tokens, it says at the end which ones ran.
 """
 
 from __future__ import annotations
@@ -145,8 +145,10 @@ def make_feeds(inputs: Sequence[Declared], tokens: Sequence[int], past: int) -> 
     return feeds
 
 
-def generate(bundle: Bundle, session: InferenceSession, prompt: Sequence[int], choose: Chooser) -> Iterator[int]:
-    """Yield tokens after the prompt, as long as they are asked for.
+def generate(
+    bundle: Bundle, session: InferenceSession, prompt: Sequence[int], choose: Chooser, plans: list[int] | None = None
+) -> Iterator[int]:
+    """Yield tokens after the prompt, as long as they are asked for; `plans` gets the plan that ran each call.
 
     `session` may also be a conversation. A model for single tokens gets the prompt token by token.
     """
@@ -158,7 +160,10 @@ def generate(bundle: Bundle, session: InferenceSession, prompt: Sequence[int], c
     waiting, past = list(prompt), 0
     while True:
         tokens = waiting[:1] if single else waiting
-        (logits,) = session.run([logits_name], {**make_feeds(inputs, tokens, past), **feeds})
+        result = session.submit({**make_feeds(inputs, tokens, past), **feeds}).result()
+        logits = result.outputs[logits_name]
+        if plans is not None:
+            plans.append(result.plan)
         feeds, past, waiting = {}, past + len(tokens), waiting[len(tokens) :]  # from now on the session has the cache
         if not logits.size:
             raise SystemExit(f"\nthe context of the model is full after {past} tokens")
@@ -187,6 +192,13 @@ def stream_text(tokenizer: Tokenizer, ids: Iterator[int]) -> Iterator[str]:
     yield text[shown:]
 
 
+def describe_speed(start: float, times: Sequence[float], plans: Sequence[int]) -> str:
+    """Return the time to the first token, and the rate of the others, with the plans that ran them."""
+    first, rest = (f" by plan {'+'.join(map(str, sorted(set(part))))}" * bool(part) for part in (plans[:1], plans[1:]))
+    text = f"{len(times)} tokens" + (f", the first after {(times[0] - start) * 1e3:.0f} ms{first}" if times else "")
+    return text + (f", then {(len(times) - 1) / (times[-1] - times[0]):.1f} tokens/s{rest}" if times[1:] else "")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print text after a prompt as it is generated."""
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # before ONNX Runtime is imported
@@ -204,18 +216,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     folder = options.tokenizer or find_tokenizer(options.bundle)
     tokenizer, ends = open_tokenizer(folder, options.prompt), read_ends(folder)
-    prompt, count, shown = tokenizer.encode(options.prompt), 0, ""
+    prompt, shown = tokenizer.encode(options.prompt), ""
+    times, plans = list[float](), list[int]()
     if not prompt:
         parser.error("expected a prompt of at least one token")
 
     def limit(ids: Iterator[int]) -> Iterator[int]:
-        nonlocal count
         for token in ids:
             if token in ends:
                 return
-            count += 1
+            times.append(time.perf_counter())
             yield token
-            if count == options.tokens:
+            if len(times) == options.tokens:
                 return
 
     try:
@@ -227,13 +239,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(shown, end="", flush=True)
             start = time.perf_counter()
             choose = make_chooser(options.temperature, options.top_k, options.seed)
-            for text in stream_text(tokenizer, limit(generate(bundle, session, prompt, choose))):
+            for text in stream_text(tokenizer, limit(generate(bundle, session, prompt, choose, plans))):
                 print(text, end="", flush=True)
-            seconds = time.perf_counter() - start
     except OnnxplaceError as error:
         print("\n" * bool(shown) + str(error), file=sys.stderr)
         raise SystemExit(error.exit_code) from None
-    print(f"\n{count} tokens, {count / seconds:.1f} tokens/s", file=sys.stderr)
+    print(f"\n{describe_speed(start, times, plans if bundle.manifest.plans else [])}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ class BundleModels:
         placed, done, total = list[TensorProto](), 0, sum(map(tensor_size, sources))
         for tensor in sources:
             if weights is not None:
-                placed.append(weights.place(tensor, self.weights_folder))
+                placed.append(weights.place(tensor, self.weights_folder, str(self.bundle.path)))
             else:
                 placed.append(embed_tensor(tensor, self.weights_folder))
             done += tensor_size(tensor)
@@ -133,14 +133,14 @@ def describe_values(records: Iterable[InputRecord | OutputRecord]) -> Iterator[V
 WEIGHTS_FILE = "weights.bin"
 
 
-def write_segment_files(models: BundleModels, folder: Path, segments: Iterable[tuple[str, SegmentModel]]) -> None:
-    """Write segments under these names to a folder, with their weights in one file next to them.
+def write_segment_files(folder: Path, segments: Iterable[tuple[str, BundleModels, SegmentModel]]) -> None:
+    """Write segments of bundles under these names to a folder, with the weights of all in one file next to them.
 
     A state whose initial value is known becomes an input with this default.
     """
     weights_path, rows = folder / WEIGHTS_FILE, list(segments)
     with WeightFile(weights_path, WEIGHTS_FILE) as weights:
-        for index, (name, segment) in enumerate(rows):
+        for index, (name, models, segment) in enumerate(rows):
             with progress_part(index, len(rows)):
                 (folder / name).write_bytes(build_segment(models, segment, weights).SerializeToString())
         is_empty = not weights.bytes_written

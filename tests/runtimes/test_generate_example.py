@@ -74,7 +74,8 @@ def test_a_command_streams_numbers_reproducibly_and_stops_at_the_end_token(bundl
     example.main([str(bundle.path), "--prompt", "7 42", "--tokens", "6"])
     printed = capsys.readouterr()
     assert printed.out == " ".join(map(str, [7, 42, *expected]))
-    assert printed.err.startswith("\n6 tokens, ")
+    plan = r"( by plan [\d+]+)?"
+    assert re.fullmatch(rf"\n6 tokens, the first after \d+ ms{plan}, then [\d.]+ tokens/s{plan}\n", printed.err)
     end = next(token for token in expected if expected.index(token) > 1)
     (bundle.path.parent / "config.json").write_text(json.dumps({"eos_token_id": [end]}))
     try:
@@ -82,6 +83,21 @@ def test_a_command_streams_numbers_reproducibly_and_stops_at_the_end_token(bundl
     finally:
         (bundle.path.parent / "config.json").unlink()
     assert capsys.readouterr().out == " ".join(map(str, [7, 42, *expected[: expected.index(end)]]))
+
+
+def test_the_speed_tells_the_first_token_from_the_others():
+    assert example.describe_speed(1.0, [], []) == "0 tokens"
+    assert example.describe_speed(1.0, [1.25], []) == "1 tokens, the first after 250 ms"
+    text = "3 tokens, the first after 250 ms by plan 1, then 4.0 tokens/s by plan 0+1"
+    assert example.describe_speed(1.0, [1.25, 1.5, 1.75], [1, 1, 0]) == text
+
+
+def test_the_plan_of_each_call_is_kept(bundle):
+    plans = []
+    with onnxplace.InferenceSession(bundle) as session:
+        list(itertools.islice(example.generate(bundle, session, [7, 42], GREEDY, plans), 3))
+    assert len(plans) == 3
+    assert set(plans) <= set(range(len(bundle.plans)))
 
 
 def test_text_without_a_tokenizer_is_bytes(bundle, capsys):

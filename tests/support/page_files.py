@@ -115,6 +115,9 @@ def save_arrays(path: Path, **arrays: Any) -> None:
 FILES: Mapping[str, Callable[[Path], None]] = {
     "model.onnx": lambda path: onnx.save(branches(), path),
     "fixed/model.onnx": lambda path: onnx.save(fix_batch(branches(), 8), path),
+    "sequences/model.onnx": lambda path: onnx.save(
+        models.build("transformer", layers=1, hidden=32, heads=4, vocab=50), path
+    ),
     "bert.onnx": lambda path: onnx.save(make_bert(), path),
     "decoder.onnx": lambda path: onnx.save(
         models.build("decoder", layers=1, hidden=32, heads=4, vocab=50, positions=256), path

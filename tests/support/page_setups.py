@@ -143,6 +143,11 @@ SETUPS: Mapping[str, Setup] = {
         *("bert.onnx", "cluster.toml"),
         after="onnxplace plan bert.onnx --target h200.toml --shape batch=8",
     ),
+    "docs/sizes.md": setup(
+        *("sequences/model.onnx", "decoder.onnx"),
+        replaced={"model.bundle/plan1": "model.bundle"},  # of so small a model one plan is enough
+        after="test -s plan1.html && test -d decoder.bundle",
+    ),
     "docs/streaming.md": setup("model.onnx", after="test -s report.html"),
     "docs/target.md": setup(
         "model.onnx",

@@ -1,15 +1,20 @@
-"""Export a bundle of a decoder for ONNX Runtime GenAI: its stages, and a genai_config.json with their pipeline."""
+"""Export a bundle of a decoder for ONNX Runtime GenAI: its stages, and a genai_config.json with their pipeline.
+
+Of a bundle with several plans, the pipeline has the stages of two: one plan for prompts, one for single tokens.
+"""
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from onnxplace.bundle.manifest import Manifest
-from onnxplace.errors import Diagnostic, InputError, UsageError, format_names, format_value
+from onnxplace.errors import Diagnostic, InputError, UsageError, format_count, format_names, format_value
 from onnxplace.export.exporting import note_routes, require_one_host
 from onnxplace.export.segment_models import BundleModels, SegmentModel, write_segment_files
 from onnxplace.target.target import Device
@@ -51,16 +56,75 @@ def write_genai_model(models: BundleModels, folder: Path, *, config: Path | None
         hint = "--config genai_config.json, which onnxruntime-genai's model builder writes next to the whole model"
         raise UsageError("I018", "expected the configuration of the whole model", where="--config", hint=hint)
     whole = read_config(config)
-    require_decoder(models.manifest, whole["model"]["decoder"], format_path(config))
-    require_one_cache(models)
-    names = [f"{segment.record.id}.onnx" for segment in models.segments]
-    write_segment_files(models, folder, zip(names, models.segments))
-    stages = {
-        segment.record.id: describe_stage(segment, name, models.devices[segment.record.device])
-        for name, segment in zip(names, models.segments)
-    }
-    (folder / CONFIG_FILE).write_text(json.dumps(replace_decoder(whole, stages), indent=4) + "\n", encoding="utf-8")
-    return note_routes(models.manifest, "ort-genai")
+    phases = list_phases(models, whole["model"]["decoder"])
+    for phase in phases:
+        require_decoder(phase.models.manifest, whole["model"]["decoder"], format_path(config))
+    cache = require_one_cache(phases)
+    rows = [(phase, phase.prefix + segment.record.id, segment) for phase in phases for segment in phase.models.segments]
+    write_segment_files(folder, [(f"{name}.onnx", phase.models, segment) for phase, name, segment in rows])
+    stages = {name: describe_stage(segment, f"{name}.onnx", phase) for phase, name, segment in rows}
+    configured = replace_decoder(whole, stages, list_provider_options(cache) if cache else [])
+    (folder / CONFIG_FILE).write_text(json.dumps(configured, indent=4) + "\n", encoding="utf-8")
+    return (*note_routes(models.manifest, "ort-genai"), *_note_other_plans(models.manifest, phases))
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A plan of the bundle, and the calls in which GenAI runs its stages."""
+
+    models: BundleModels
+    plan: int
+    runs_prompts: bool = True
+    """Whether it runs calls with several tokens."""
+    runs_tokens: bool = True
+    """Whether it runs calls with one token."""
+
+    @property
+    def prefix(self) -> str:
+        """Return what the names of its stages begin with, which tells them from those of another plan."""
+        return "" if self.runs_prompts and self.runs_tokens else "prompt-" if self.runs_prompts else "token-"
+
+
+def list_phases(models: BundleModels, decoder: Mapping[str, Any]) -> list[Phase]:
+    """Return the plan for prompts and the one for tokens, which may be one plan for both."""
+    prompt, token = choose_phase_plans(models.manifest, {**INPUT_NAMES, **decoder.get("inputs", {})}["input_ids"])
+    plans = models.bundle.plans
+    if prompt == token:
+        return [Phase(BundleModels(plans[token]), token)]
+    return [
+        Phase(BundleModels(plans[prompt]), prompt, runs_tokens=False),
+        Phase(BundleModels(plans[token]), token, runs_prompts=False),
+    ]
+
+
+def choose_phase_plans(manifest: Manifest, tokens: str) -> tuple[int, int]:
+    """Return the plan for prompts and the one for single tokens, by index.
+
+    Each has the least weighted step at the sizes of its calls, or at all sizes where the bundle was compiled for none
+    of these. The last axis of the input `tokens` counts the new tokens.
+    """
+    shapes = {item.name: item.shape for item in manifest.inputs}
+    symbol = (shapes.get(tokens) or (None,))[-1]
+    sizes = [record for record in manifest.sizes if record.weight > 0]
+
+    def find_fastest(*, is_prompt: bool) -> int:
+        own = [item for item in sizes if (item.dimensions.get(str(symbol), 1) > 1) == is_prompt] or sizes
+        steps = [
+            sum(item.weight * (math.inf if item.seconds[plan] is None else item.seconds[plan] or 0) for item in own)
+            for plan in range(len(manifest.plans) + 1)
+        ]
+        return steps.index(min(steps))
+
+    return find_fastest(is_prompt=True), find_fastest(is_prompt=False)
+
+
+def _note_other_plans(manifest: Manifest, phases: Sequence[Phase]) -> tuple[Diagnostic, ...]:
+    """Return the note that plans are left out which run neither prompts nor tokens, if there are any."""
+    names = ("the main plan", *manifest.plans)
+    if not (others := [name for plan, name in enumerate(names) if plan not in {phase.plan for phase in phases}]):
+        return ()
+    message = f"GenAI tells prompts from tokens only: {format_count(len(others), 'plan')} for other sizes left out"
+    return (Diagnostic("I001", message, where=", ".join(others), hint="each plan is a bundle: export it by its path"),)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -132,48 +196,100 @@ def expand_names(names: Mapping[str, Any], layers: int) -> dict[str, str]:
     return expanded
 
 
-def require_one_cache(models: BundleModels) -> None:
-    """Raise InputError unless all stages with inputs or outputs of the model can share the device of the cache.
+def require_one_cache(phases: Sequence[Phase]) -> Device | None:
+    """Return the device where GenAI keeps the cache: a GPU, or None for the CPU.
 
-    GenAI keeps inputs, outputs and the cache on one device, and passes all other values through the host.
+    GenAI keeps inputs, outputs and the cache on one device, and passes all other values through the host. The cache is
+    where single tokens are computed. Stages on other devices get and return it only if it is in the host's memory, with
+    a copy in each call, which prompts bear and tokens do not.
+
+    Raises InputError unless all stages of tokens with inputs or outputs of the model share the device of the cache, and
+    the stages of prompts reach it.
     """
-    manifest, devices = models.manifest, models.devices
+    *prompts, tokens = [_list_outer_devices(phase.models) for phase in phases]
+    places = {None if device.kind == "cpu" else device.id: device for device in tokens}
+    other = [device for device in tokens if device.kind not in ("cpu", "cuda")]
+    if len(places) > 1 or other:
+        names = format_names(device.id for device in tokens)
+        message = f"GenAI keeps the cache on one device, the CPU or a GPU; these stages use {names}"
+        hint = "compile so that all layers with a cache are on one device, or export --to triton"
+        raise InputError("I018", message, where="--to ort-genai", hint=hint)
+    cache = next((device for place, device in places.items() if place is not None), None)
+    far = [device.id for device in prompts[0] if cache is not None and device.id != cache.id] if prompts else []
+    if far:
+        place = cache.id if cache else "cpu"
+        message = (
+            f"GenAI keeps the cache on {place}, where tokens run, and these stages of prompts use {format_names(far)}"
+        )
+        hint = "compile so that tokens run on the CPU, or export one plan: each is a bundle in the bundle's folder"
+        raise InputError("I018", message, where="--to ort-genai", hint=hint)
+    _require_known_providers(phases)
+    return cache
+
+
+def _list_outer_devices(models: BundleModels) -> list[Device]:
+    """Return the devices of the stages with inputs or outputs of the model."""
+    manifest = models.manifest
     outside = {item.name for item in manifest.inputs} | {item.value for item in manifest.outputs}
     used = dict.fromkeys(
         segment.record.device
         for segment in models.segments
         if outside.intersection((*segment.record.inputs, *segment.record.outputs))
     )
-    places = {name if devices[name].kind != "cpu" else "cpu" for name in used}
-    other = [name for name in used if devices[name].kind not in ("cpu", "cuda")]
-    if len(places) > 1 or other:
-        message = f"GenAI keeps the cache on one device, the CPU or a GPU; these stages use {format_names(used)}"
-        hint = "compile so that all layers with a cache are on one device, or export --to triton"
-        raise InputError("I018", message, where="--to ort-genai", hint=hint)
+    return [models.devices[name] for name in used]
 
 
-def describe_stage(segment: SegmentModel, file: str, device: Device) -> dict[str, Any]:
-    """Return the entry of a stage in the pipeline."""
-    options: dict[str, Any] = {"provider_options": []}
+def _require_known_providers(phases: Sequence[Phase]) -> None:
+    """Raise InputError for a stage on a device whose provider the export cannot name to GenAI."""
+    used = {segment.record.device: phase for phase in phases for segment in phase.models.segments}
+    for name, phase in used.items():
+        if (device := phase.models.devices[name]).kind != "cpu" and not list_provider_options(device):
+            message = f"the export knows no name by which GenAI has the provider of {name}"
+            hint = "compile for cpu, cuda and openvino devices, or export --to stages"
+            raise InputError("I018", message, where="--to ort-genai", hint=hint)
+
+
+def list_provider_options(device: Device) -> list[dict[str, dict[str, str]]]:
+    """Return the providers of a device with their options, under GenAI's names; none for the CPU.
+
+    >>> list_provider_options(Device("cuda:1", 1 << 30))
+    [{'cuda': {'device_id': '1'}}]
+    """
     if device.kind == "cuda":
-        options["provider_options"] = [{"cuda": {"device_id": str(device.address.index)}}]
+        return [{"cuda": {"device_id": str(device.address.index)}}]
+    provider, _, kind = device.kind.partition("/")
+    if provider == "openvino":
+        return [{"OpenVINO": {"device_type": kind.removeprefix("i").upper()}}]
+    return []
+
+
+def describe_stage(segment: SegmentModel, file: str, phase: Phase) -> dict[str, Any]:
+    """Return the entry of a stage in the pipeline."""
+    device = phase.models.devices[segment.record.device]
+    options: dict[str, Any] = {"provider_options": list_provider_options(device)}
     if device.kind == "cpu":
         options["intra_op_num_threads"] = device.cores
     return {
         "filename": file,
         "inputs": list(segment.record.inputs),
         "outputs": list(segment.record.outputs),
-        "run_on_prompt": True,
-        "run_on_token_gen": True,
+        "run_on_prompt": phase.runs_prompts,
+        "run_on_token_gen": phase.runs_tokens,
         "session_options": options,
     }
 
 
-def replace_decoder(config: Mapping[str, Any], stages: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration with a pipeline in place of the decoder's own file."""
+def replace_decoder(
+    config: Mapping[str, Any], stages: Mapping[str, Any], providers: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return the configuration with a pipeline in place of the decoder's own file.
+
+    The providers of the decoder itself say where GenAI keeps the cache.
+    """
     replaced = copy.deepcopy(dict(config))
     replaced["model"]["type"] = PIPELINE_TYPE
     decoder = replaced["model"]["decoder"]
     decoder.pop("filename", None)
+    decoder["session_options"] = {**decoder.get("session_options", {}), "provider_options": list(providers)}
     decoder["pipeline"] = [{name: stage} for name, stage in stages.items()]
     return replaced

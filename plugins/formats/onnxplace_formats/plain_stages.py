@@ -24,7 +24,7 @@ def write_stages(models: BundleModels, folder: Path) -> tuple[Diagnostic, ...]:
     """Write a file for each segment, their weights, the plan that connects them, and the script."""
     require_one_host(models.manifest, "stages")
     names = [f"{segment.record.id}.onnx" for segment in models.segments]
-    write_segment_files(models, folder, zip(names, models.segments))
+    write_segment_files(folder, [(name, models, segment) for name, segment in zip(names, models.segments)])
     plan = build_plan(models, names)
     (folder / PLAN_FILE).write_text(json.dumps(plan, indent=1) + "\n", encoding="utf-8")
     shutil.copyfile(Path(__file__).with_name("run_stages.py"), folder / SCRIPT_FILE)

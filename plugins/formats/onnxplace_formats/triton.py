@@ -243,7 +243,7 @@ def write_ensemble(models: BundleModels, folder: Path, name: str) -> None:
         version = folder / step / VERSION_FOLDER
         version.mkdir(parents=True)
         with progress_part(index, len(models.segments)):
-            write_segment_files(models, version, [(MODEL_FILE, segment)])
+            write_segment_files(version, [(MODEL_FILE, models, segment)])
         devices = dict.fromkeys(models.devices[route.devices[record.device]] for route in routes)
         write_config(folder / step, describe_segment(manifest, record, step, inputs, list(devices)))
         maps = {

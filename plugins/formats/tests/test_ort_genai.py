@@ -9,9 +9,12 @@ import pytest
 
 import onnxplace
 from onnxplace.bundle.bundle import Bundle
+from onnxplace.bundle.manifest import SizeRecord
 from onnxplace.driver.compile import compile_model
+from onnxplace.driver.join_plans import join_plans
 from onnxplace.export.exporting import ExportOptions, export_bundle
 from onnxplace.target.target import Device, Target
+from onnxplace_formats.ort_genai import choose_phase_plans
 from tests.support.chains import mlp
 
 TOKENS = [3, 1, 4, 1, 5]
@@ -144,3 +147,111 @@ def test_layers_on_two_gpus_are_refused(tmp_path):
     ).bundle  # fmt: skip
     with pytest.raises(onnxplace.InputError, match=r"I018.*cache on one device.*'cuda:0', 'cuda:1'"):
         export_bundle(bundle, "ort-genai", tmp_path / "out", options=ExportOptions(config=write_config(tmp_path)))
+
+
+# ------------------------------------------------------------------------------------------------ prompts and tokens
+
+
+TOKEN = SizeRecord(dimensions={"batch": 1, "seq": 1, "past": 8}, seconds=(1.0, 2.0), weight=100)
+PROMPT = SizeRecord(dimensions={"batch": 1, "seq": 8, "past": 0}, seconds=(8.0, 5.0), weight=1)
+BETWEEN = SizeRecord(dimensions={"batch": 1, "seq": 2, "past": 3}, seconds=(0.1, 9.0))
+TWO_STAGES = {"decoder/block_0/.*|embedding/.*|mask/.*": 0, "decoder/block_1/.*|decoder/final.*|logits": 1}
+
+
+def compile_decoder(path: Path, *devices: str) -> Bundle:
+    """Return a decoder whose first layer is on the first device, and whose second one is on the last."""
+    from decoder import decoder
+
+    device_map = json.dumps(json.dumps({pattern: devices[-place] for pattern, place in TWO_STAGES.items()}))
+    return compile_model(
+        decoder(layers=2, hidden=32, heads=2, vocab=40, positions=64), path,
+        target=Target(tuple(Device(name, 1 << 30, cores=1) for name in dict.fromkeys(devices))),
+        shape={"batch": 1, "seq": 3, "past": 5}, state={"present.*": "past.*"},
+        pipeline=f"optimize,profile{{estimate=true}},coplace{{device_map={device_map}}},m-etf,split,emit", trial=False,
+    ).bundle  # fmt: skip
+
+
+def compile_phases(folder: Path, tokens: tuple[str, ...], prompts: tuple[str, ...]) -> Bundle:
+    """Return a bundle whose main plan is for tokens, and whose further one is for prompts."""
+    bundles = [compile_decoder(folder / "bundle", *tokens), compile_decoder(folder / "other", *prompts)]
+    return join_plans(bundles, {}, [TOKEN, PROMPT, BETWEEN])
+
+
+def export_phases(bundle: Bundle, folder: Path) -> dict[str, dict[str, object]]:
+    """Return the stages by name."""
+    options = ExportOptions(config=write_config(folder))
+    export_bundle(bundle, "ort-genai", folder / "out", options=options)
+    decoder = json.loads((folder / "out" / "genai_config.json").read_text())["model"]["decoder"]
+    return {"": decoder, **{name: stage for entry in decoder["pipeline"] for name, stage in entry.items()}}
+
+
+def test_prompts_and_tokens_run_the_stages_of_their_plans(tmp_path):
+    bundle = compile_phases(tmp_path, ("cpu:0",), ("cpu:0", "cpu:1"))
+    stages = export_phases(bundle, tmp_path)
+    del stages[""]
+    assert {(name[:-4], stage["run_on_prompt"], stage["run_on_token_gen"]) for name, stage in stages.items()} == {
+        ("prompt-cpu0", True, False),
+        ("prompt-cpu1", True, False),
+        ("token-cpu0", False, True),
+    }
+    weights = (tmp_path / "out" / "weights.bin").stat().st_size
+    assert weights <= (bundle.path / "segments" / "weights.bin").stat().st_size, "each weight is there once"
+    tokens, _ = generate(tmp_path / "out")
+    assert len(tokens) > len(TOKENS)
+    assert tokens == greedy_tokens(bundle, len(tokens))
+
+
+def test_prompts_on_another_device_share_the_cache_in_the_memory_of_the_host(tmp_path):
+    stages = export_phases(compile_phases(tmp_path, ("cpu:0",), ("cuda:0",)), tmp_path)
+    assert stages[""]["session_options"] == {"provider_options": []}, "where GenAI keeps the cache"
+    assert stages["prompt-cuda0-000"]["session_options"] == {"provider_options": [{"cuda": {"device_id": "0"}}]}
+    assert stages["token-cpu0-000"]["session_options"] == {"provider_options": [], "intra_op_num_threads": 1}
+
+
+def test_a_cache_on_a_gpu_needs_both_phases_there(tmp_path):
+    bundle = compile_phases(tmp_path, ("cuda:0",), ("cpu:0",))
+    with pytest.raises(onnxplace.InputError, match=r"I018.*cache on cuda:0, where tokens run.*prompts use 'cpu:0'"):
+        export_phases(bundle, tmp_path)
+    stages = export_phases(Bundle.open(bundle.path / "plan1"), tmp_path)
+    assert [name for name in stages if name] == ["cpu0-000"], "a plan is a bundle of its own"
+
+
+def test_npus_are_named_as_genai_names_them(tmp_path):
+    stages = export_phases(compile_phases(tmp_path, ("cpu:0",), ("openvino/npu:0",)), tmp_path)
+    (prompt,) = [stage for name, stage in stages.items() if name.startswith("prompt-")]
+    assert prompt["session_options"] == {"provider_options": [{"OpenVINO": {"device_type": "NPU"}}]}
+
+
+def test_providers_without_a_name_in_genai_are_refused(tmp_path):
+    bundle = compile_phases(tmp_path, ("cpu:0",), ("directml/gpu:0",))
+    with pytest.raises(onnxplace.InputError, match=r"I018.*provider of directml/gpu:0"):
+        export_phases(bundle, tmp_path)
+
+
+def test_plans_for_neither_prompts_nor_tokens_are_left_out_with_a_note(tmp_path):
+    """A bundle that was compiled for prompts of several sequences, too."""
+    batch = SizeRecord(dimensions={"batch": 8, "seq": 8, "past": 0}, seconds=(9.0, 9.0, 8.9), weight=0.01)
+    sizes = [item.model_copy(update={"seconds": (*item.seconds, 50.0)}) for item in (TOKEN, PROMPT)]
+    bundles = [compile_decoder(tmp_path / name, "cpu:0") for name in ("bundle", "1", "2")]
+    bundle = join_plans(bundles, {}, [*sizes, batch])
+    options = ExportOptions(config=write_config(tmp_path))
+    (note,) = export_bundle(bundle, "ort-genai", tmp_path / "out", options=options).diagnostics
+    assert (note.code, note.where) == ("I001", "plan2")
+    assert "1 plan for other sizes left out" in note.message
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([TOKEN, PROMPT], (1, 0)),
+        ([TOKEN, PROMPT, BETWEEN], (1, 0)),
+        ([TOKEN], (0, 0)),
+        ([PROMPT], (1, 1)),
+        ([TOKEN.model_copy(update={"seconds": (None, 2.0)}), PROMPT], (1, 1)),
+        ([], (0, 0)),
+    ],
+)
+def test_each_phase_takes_the_plan_that_is_fastest_at_its_sizes(sizes, expected, decoder_bundle):
+    plans = ("plan1",) if sizes else ()
+    manifest = decoder_bundle.manifest.model_copy(update={"sizes": tuple(sizes), "plans": plans})
+    assert choose_phase_plans(manifest, "tokens") == expected

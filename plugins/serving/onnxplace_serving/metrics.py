@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 import psutil
@@ -33,8 +33,12 @@ def _list_metrics(
     yield "requests_total", "counter", "Requests answered with a result.", answered
     failures = [("", (label, ("reason", why)), n) for label, item in counts for why, n in item.failures.items()]
     yield "failures_total", "counter", "Requests refused or failed, by reason.", failures
-    runs = [("", (label,), item.executions) for label, item in counts]
-    yield "executions_total", "counter", "Runs of the model; joined requests are one.", runs
+    runs = [
+        ("", (label, *plan), number)
+        for label, model in models
+        for plan, number in _count_by_plan(model.statistics.executions, len(model.bundle.manifest.plans))
+    ]
+    yield "executions_total", "counter", "Runs of the model, by plan; joined requests are one.", runs
     for name, text in (("open_requests", "Requests that wait or run."), ("waiting_requests", "Requests that wait.")):
         yield name, "gauge", text, [("", (label,), getattr(model, name)) for label, model in models]
     deaths = [("", (label,), sum(copy.failures for copy in model.session.list_copies())) for label, model in models]
@@ -53,3 +57,9 @@ def _list_metrics(
     planned = [("", (label, ("device", device.id)), device.peak_bytes) for label, device in devices]
     yield "device_planned_bytes", "gauge", "Memory that the compiler planned, by device.", planned
     yield "process_resident_bytes", "gauge", "Memory of the process.", [("", (), psutil.Process().memory_info().rss)]
+
+
+def _count_by_plan(executions: Mapping[int, int], further_plans: int) -> Iterator[tuple[_Labels, float]]:
+    """Yield how often each plan of a bundle ran, with its label; a bundle of one plan needs none."""
+    for plan in range(further_plans + 1):
+        yield (("plan", str(plan)),) if further_plans else (), executions.get(plan, 0)

@@ -108,8 +108,8 @@ class Statistics:
     """How long each of these took in all."""
     failures: Counter[str] = field(default_factory=Counter)
     """By reason."""
-    executions: int = 0
-    """Runs of the model: joined requests are one."""
+    executions: Counter[int] = field(default_factory=Counter)
+    """Runs of the model by plan: joined requests are one."""
     last_inference: float = 0.0
     """Seconds since 1970."""
     latencies: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS) + 1))
@@ -135,7 +135,7 @@ class Statistics:
         """Count the run behind a result; requests that were joined share one tuple of events and end together."""
         self.last_inference = time.time()
         if not result.events or result.events is not self.last_events:
-            self.executions += 1
+            self.executions[result.plan] += 1
             for event in result.events:
                 if event.kind == "run":
                     self.busy_seconds[event.device] += event.finish_seconds - event.start_seconds
@@ -267,11 +267,13 @@ class ServedModel:
         return session
 
     def warm_up(self) -> None:
-        """Run the model a few times on random inputs of the sizes that it was compiled for; raises OnnxplaceError."""
-        feeds = random_feeds(self.bundle.inputs, self.bundle.manifest.dimensions, 0)
-        session = self.session.conversation() if self.bundle.manifest.states else self.session
-        for future in [session.submit(feeds) for _ in range(WARMUP_REQUESTS)]:
-            future.result(self.limits.timeout_seconds)
+        """Run the model a few times on random inputs of each size that it was compiled for; raises OnnxplaceError."""
+        manifest = self.bundle.manifest
+        for sizes in [item.dimensions for item in manifest.sizes if item.weight > 0] or [manifest.dimensions]:
+            feeds = random_feeds(self.bundle.inputs, sizes, 0)
+            session = self.session.conversation() if manifest.states else self.session
+            for future in [session.submit(feeds) for _ in range(WARMUP_REQUESTS)]:
+                future.result(self.limits.timeout_seconds)
 
     @property
     def reason(self) -> str:
@@ -303,7 +305,7 @@ class ServedModel:
         counts, kinds = self.statistics, ("success", "fail", "queue", "compute_infer")
         durations = {kind: {"count": counts.counts[kind], "ns": int(counts.seconds[kind] * 1e9)} for kind in kinds}
         times = {"last_inference": int(counts.last_inference * 1000), "inference_stats": durations}
-        runs = {"inference_count": counts.counts["success"], "execution_count": counts.executions}
+        runs = {"inference_count": counts.counts["success"], "execution_count": counts.executions.total()}
         return {"name": self.name, "version": VERSION, **runs, **times}
 
 
