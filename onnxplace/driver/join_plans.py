@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import onnx
-from onnx import TensorProto
-
 from onnxplace.bundle.bundle import MANIFEST_FILE, SEGMENTS_FOLDER, WEIGHTS_FILE, Bundle, compute_sha256
 from onnxplace.bundle.manifest import FileRecord, InitialRecord, LinkRecord, Manifest, SizeRecord
 from onnxplace.feeds.feeds import Array
 from onnxplace.model.tensors import make_reference, read_external_range
 from onnxplace.model.weights import PAGE_BYTES
+
+if TYPE_CHECKING:
+    from onnx import ModelProto, TensorProto
 
 SHARED_WEIGHTS = f"{SEGMENTS_FOLDER}/{WEIGHTS_FILE}"
 # Parts of so many ways are found in whole weights.
@@ -67,7 +67,7 @@ class _SharedWeights:
         """Length of weights -> where each of them is."""
         for file in bundle.list_files(with_compiled=True):
             if file.endswith(".onnx"):
-                for tensor in _list_external(onnx.load(bundle.file(file), load_external_data=False)):
+                for tensor in _list_external(_load(bundle.file(file))):
                     offset, length = read_external_range(tensor)
                     self._offsets[length].add(offset)
         self._bytes = _map(self._path)
@@ -76,7 +76,7 @@ class _SharedWeights:
         """Let a plan in a folder refer to this file; return its manifest."""
         source, files = _map(folder / SHARED_WEIGHTS), dict(manifest.files)
         for name in [name for name in files if name.endswith(".onnx")]:
-            model = onnx.load(folder / name, load_external_data=False)
+            model = _load(folder / name)
             for tensor in (references := _list_external(model)):
                 offset, length = read_external_range(tensor)
                 moved = self._place(source[offset : offset + length])
@@ -121,8 +121,14 @@ class _SharedWeights:
         return start
 
 
-def _list_external(model: onnx.ModelProto) -> list[TensorProto]:
-    return [tensor for tensor in model.graph.initializer if tensor.data_location == TensorProto.EXTERNAL]
+def _load(file: Path) -> ModelProto:
+    import onnx
+
+    return onnx.load(file, load_external_data=False)
+
+
+def _list_external(model: ModelProto) -> list[TensorProto]:
+    return [tensor for tensor in model.graph.initializer if tensor.data_location == tensor.EXTERNAL]
 
 
 def _map(path: Path) -> Array:
