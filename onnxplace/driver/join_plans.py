@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
 from onnxplace.bundle.bundle import MANIFEST_FILE, SEGMENTS_FOLDER, WEIGHTS_FILE, Bundle, compute_sha256
 from onnxplace.bundle.manifest import FileRecord, InitialRecord, LinkRecord, Manifest, SizeRecord
 from onnxplace.feeds.feeds import Array
