@@ -8,7 +8,7 @@ network): the check holds for any runtime.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,9 +30,21 @@ def check_manifest(manifest: Manifest, where: Path) -> None:
     """Raise BundleError for the first fault: N002 if nothing could run, N002 if a part does not fit another."""
     check_programs(manifest, where)
     check_routes(manifest, where)
-    faults = (list_split_faults, _list_initial_faults, _list_stream_faults, _list_batching_faults)
+    faults = (list_split_faults, _list_initial_faults, _list_stream_faults, _list_batching_faults, _list_size_faults)
     for fault in chain.from_iterable(list_faults(manifest) for list_faults in faults):
         raise BundleError("N002", fault, where=str(where), hint=DAMAGED_HINT)
+
+
+def check_plans(manifest: Manifest, plans: Sequence[Manifest], where: Path) -> None:
+    """Raise BundleError unless a bundle's further plans are of its model, and have no plans themselves."""
+    for name, plan in zip(manifest.plans, plans):
+        faults = {
+            "has plans of its own": bool(plan.plans),
+            "is for another model": plan.model_digest != manifest.model_digest,
+            "has other inputs, outputs or states": _name_interface(plan) != _name_interface(manifest),
+        }
+        for fault in (fault for fault, is_found in faults.items() if is_found):
+            raise BundleError("N002", f"its plan {name} {fault}", where=str(where), hint=DAMAGED_HINT)
 
 
 def check_programs(manifest: Manifest, where: Path) -> None:
@@ -309,3 +321,28 @@ def _list_batching_faults(manifest: Manifest) -> Iterator[str]:
             yield f"{begin}: input {name!r} has no symbolic axis {axis}"
     for name in record.outputs.keys() - {item.name for item in manifest.outputs}:  # declared shapes may be wrong
         yield f"{begin}: there is no output {name!r}"
+
+
+# ---------------------------------------------------------------------------------------------------------------- plans
+
+
+def _list_size_faults(manifest: Manifest) -> Iterator[str]:
+    """Name plans that are not folders as the compiler names them, and sizes that do not fit the plans."""
+    count = 1 + len(manifest.plans)
+    if manifest.plans != (expected := tuple(f"plan{number}" for number in range(1, count))):
+        yield f"its plans are {_join(manifest.plans)}, expected {_join(expected)}"
+    for item in manifest.sizes:
+        if len(item.seconds) != count or not any(seconds is not None for seconds in item.seconds):
+            yield f"expected a step of each plan, {count} in all, at {item.dimensions}, got {list(item.seconds)}"
+
+
+def _name_interface(manifest: Manifest) -> tuple[object, ...]:
+    """Return the types of inputs and outputs, and states, by the names that callers use: states are whole."""
+    split = manifest.sharding.states if manifest.sharding else ()
+    inputs = {part: state.input for state in split for part in state.inputs}
+    outputs = {part: state.output for state in split for part in state.outputs}
+    return (
+        {inputs.get(item.name, item.name): item.dtype for item in manifest.inputs},
+        {outputs.get(item.name, item.name): item.dtype for item in manifest.outputs},
+        {outputs.get(item.output, item.output): inputs.get(item.input, item.input) for item in manifest.states},
+    )

@@ -79,11 +79,13 @@ def run(
     if json_:
         timing = {"runtime": runtime, "seconds": seconds, "runs": repeat}
         further = {"copies": [asdict(copy) for copy in copies]} if copies else {}
-        print_json({"bundle": str(bundle), **timing, "outputs": described, **further})
+        plan = {"plan": result.plan} if opened.manifest.plans else {}
+        print_json({"bundle": str(bundle), **timing, "outputs": described, **further, **plan})
     else:
         for name, entry in described.items():
             print_text(f"{format_name(name)}  {entry['dtype']} {entry['shape']}")
-        print_text(_format_seconds(seconds, runtime, repeat))
+        suffix = f", the first by plan {result.plan}" if opened.manifest.plans else ""
+        print_text(_format_seconds(seconds, runtime, repeat) + suffix)
     note_core_shortage(opened, runtime)
     note_left_out_copies(copies)
 

@@ -52,7 +52,9 @@ def verify(bundle: Path, shape: str, json_: bool, **options: Any) -> None:
         if json_:
             outputs = [vars(item) for item in result.outputs]
             tried = [
-                {"sizes": dict(item.sizes), "result": item.result, "message": item.message} for item in result.sizes
+                {"sizes": dict(item.sizes), "result": item.result, "message": item.message}
+                | ({} if item.plan is None else {"plan": item.plan})
+                for item in result.sizes
             ]
             counts = {"steps": result.steps, "optimised": result.optimised, "precisions": result.precisions}
             counts |= {"explanation": result.explanation and vars(result.explanation)}

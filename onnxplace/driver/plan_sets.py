@@ -9,7 +9,7 @@ session knows where one becomes faster than the other.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from onnxplace.bundle.bundle import SEGMENTS_FOLDER, Bundle
+from onnxplace.bundle.bundle_routes import list_route_devices
 from onnxplace.bundle.manifest import InputRecord, Manifest, SizeRecord
 from onnxplace.driver.join_plans import join_plans
 from onnxplace.driver.sources import SizedModel
@@ -147,16 +148,22 @@ def join_sizes(
     records = [_record(item.model.dimensions, steps[first, index], item.weight) for index, item in enumerate(sized)]
     if measures and len(used) > 1:
         records += _measure_between(used, records, sized[0])
-    notes = dict.fromkeys(note for item in compiled for note in item.diagnostics)
     note = _describe_choice(records[: len(sized)], len(first))
-    kept, diagnostics = plans[first[0]], (*notes, note)
-    updates: dict[str, Any] = {"diagnostics": (*kept.bundle.manifest.diagnostics, note)}
+    kept = plans[first[0]]
+    diagnostics = (*_list_notes((item for index in first for item in plans[index].diagnostics), used), note)
+    updates: dict[str, Any] = {"diagnostics": (*_list_notes(kept.bundle.manifest.diagnostics, used), note)}
     if len(used) == 1:
         manifest = used[0].manifest.model_copy(update={**updates, "sizes": tuple(records)})
         return replace(kept, bundle=replace_manifest(used[0], manifest), diagnostics=diagnostics)
     updates["inputs"] = _merge_inputs([item.manifest for item in used])
     timings = tuple(timing for item in compiled for timing in item.timings)
     return replace(kept, bundle=join_plans(used, updates, records), timings=timings, diagnostics=diagnostics)
+
+
+def _list_notes(notes: Iterable[Diagnostic], bundles: Sequence[Bundle]) -> list[Diagnostic]:
+    """Return notes on plans, each once, without those on devices that are idle in one plan and used in another."""
+    used = {device for bundle in bundles for device in list_route_devices(bundle.manifest)}
+    return [note for note in dict.fromkeys(notes) if note.code != "P010" or note.where not in used]
 
 
 def _identify(bundle: Bundle) -> tuple[object, ...]:
@@ -275,7 +282,7 @@ def _describe_choice(records: Sequence[SizeRecord], count: int) -> Diagnostic:
         steps = [math.inf if step is None else step for step in record.seconds]
         best = int(np.argmin(steps))
         others = [format_milliseconds(step) for index, step in enumerate(steps) if index != best and step < math.inf]
-        by = f" by plan {best + 1}" if count > 1 else ""
+        by = f" by plan {best}" if count > 1 else ""
         texts.append(f"{sizes}: {format_milliseconds(steps[best])}{by}" + (f" ({', '.join(others)})" if others else ""))
     what = "one plan" if count == 1 else f"{count} plans"
     return Diagnostic("P047", f"{what} for {len(records)} sizes: {'; '.join(texts)}", where="--shape")

@@ -62,6 +62,8 @@ class SizeComparison:
     refused_by: Literal["", "bundle", "model"] = ""
     message: str = ""
     """The error of the one that refuses them."""
+    plan: int | None = None
+    """Index of the plan that ran, of several; None for a session, which chooses one for each request."""
 
     @property
     def result(self) -> Literal["equal", "differs", "refused", "skipped"]:
@@ -77,8 +79,9 @@ class SizeComparison:
 
     @property
     def text(self) -> str:
-        """Return the sizes as `--shape` takes them; of many, the first ones."""
-        return format_names((f"{name}={size}" for name, size in self.sizes.items()), quoted=False)
+        """Return the sizes as `--shape` takes them, of many the first ones, and the plan, if there are several."""
+        sizes = format_names((f"{name}={size}" for name, size in self.sizes.items()), quoted=False)
+        return sizes if self.plan is None else f"{sizes or 'fixed sizes'} by plan {self.plan}"
 
 
 def compare_other_sizes(

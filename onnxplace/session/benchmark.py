@@ -11,9 +11,9 @@ from statistics import median
 from typing import Any, TypeVar, cast
 
 from onnxplace.bundle.bundle import MANIFEST_FILE, Bundle
-from onnxplace.bundle.manifest import Manifest
+from onnxplace.bundle.manifest import Manifest, SizeRecord
 from onnxplace.errors import Diagnostic, OnnxplaceError, UsageError, format_count
-from onnxplace.feeds.dimensions import dimension_keys
+from onnxplace.feeds.dimensions import dimension_keys, drop_derived_sizes
 from onnxplace.feeds.feeds import Array
 from onnxplace.machine.hardware import available_cores
 from onnxplace.machine.ort_sessions import use_custom_operators
@@ -75,6 +75,42 @@ class Openings:
     """The unsplit model in one session with all cores."""
 
 
+@dataclass(frozen=True)
+class SizeBenchmark:
+    """Steps at one of several sizes that a bundle was compiled for."""
+
+    dimensions: Mapping[str, int]
+    plan: int
+    """Index of the plan that the session took."""
+    predicted_seconds: float | None
+    """The step of this plan; None if the compiler expected it to refuse the size."""
+    bundle: Timings
+    one_device: Timings
+    model: Timings
+    """The unsplit model with all cores."""
+    speedup: Speedup
+    speedup_one_device: Speedup
+
+
+@dataclass(frozen=True)
+class _TimedSteps:
+    """Times of the bundle and of plain sessions, which took turns at one size."""
+
+    times: Mapping[str, Timings]
+    """Of `bundle`, `model` and `one_device`, and of `in_flight` where that was asked for."""
+    waiting: float | None
+    copies: tuple[CopyStatus, ...]
+    plan: int
+
+    @property
+    def speedups(self) -> tuple[Speedup, Speedup]:
+        """Return how many times as fast the bundle is as one session with all cores, and with those of one device."""
+        model, one_device = (
+            compute_speedup(self.times[name], self.times["bundle"]) for name in ("model", "one_device")
+        )
+        return model, one_device
+
+
 @dataclass(frozen=True, repr=False)
 class Benchmark:
     """Measured times of a bundle next to predicted ones; the fields are those of `onnxplace bench --json`."""
@@ -94,7 +130,10 @@ class Benchmark:
     verdict: str
     """In words: faster or slower than one session with all cores, how sure that is, and what limits."""
     predicted_seconds: float | None
-    """None, as the other two, where the inputs have other sizes than the compiled ones."""
+    """None, as the other two, where the inputs have other sizes than the compiled ones.
+
+    Of several sizes that the bundle was compiled for, each has its step.
+    """
     predicted_interval_seconds: float | None
     requests_per_second: Rates | None
     predicted_one_device_seconds: float | None
@@ -113,6 +152,10 @@ class Benchmark:
     """Seconds and memory of opening, if memory was measured."""
     diagnostics: tuple[Diagnostic, ...] = ()
     """Notes, such as that the machine was busy meanwhile."""
+    plan: int = 0
+    """Index of the plan that ran, of which all other figures are."""
+    sizes: tuple[SizeBenchmark, ...] = ()
+    """Of a bundle for several sizes, if none was given: a row for each; the other figures are those of the first."""
 
     def __repr__(self) -> str:
         rates, bundle = self.requests_per_second, format_milliseconds(self.bundle.median_seconds)
@@ -181,37 +224,43 @@ def bench(
         if in_flight > 1 and opened.manifest.states:
             message = "requests with states follow one another, so only one is in flight"
             raise UsageError("U042", message, where="--in-flight", hint="omit it")
-        steps = choose_step_inputs(opened, inputs, shape or {}, seed)
-        notes = other_sizes = _report_other_sizes(opened, steps.first)
+        compiled = [item for item in opened.manifest.sizes if item.weight and inputs is None and not (shape or update)]
+        sizes = [drop_derived_sizes(item.dimensions) for item in compiled] or [dict(shape or {})]
+        notes = []
         if update:
-            for note in other_sizes:  # the predictions are for the compiled ones
-                raise UsageError("U042", note.message, where="--update", hint=note.hint)
-            require_writable(opened.path / MANIFEST_FILE)
-            opened = record_trial(opened, steps.first, runtime)
+            opened = _update_bundle(opened, choose_step_inputs(opened, inputs, sizes[0], seed), runtime)
             trial = opened.manifest.trial
             doubt = find_trial_doubt(trial, opened.manifest.model) if trial else None
             notes = [doubt] if doubt else []
-        times, waiting, copies = _time_steps(opened, against, steps, repeat, in_flight, options)
+        first, *others = (
+            _time_steps(opened, against, item, repeat, options, in_flight=1 if index else in_flight)
+            for index, item in enumerate(choose_step_inputs(opened, inputs, item, seed) for item in sizes)
+        )
+        # From here on, the plan that ran is a bundle like any other.
+        plan, times, waiting, copies = opened.plans[first.plan], first.times, first.waiting, first.copies
+        steps = choose_step_inputs(plan, inputs, sizes[0], seed)
         with_memory = memory and options["runtime"] == "onnxruntime"
         rounds = min(repeat, MAX_TRACED)
-        usage = measure_usage(opened, steps.first, rounds, with_memory, observer, in_flight, runtime)
-        opening, failures = _compare_openings(opened, against, usage.opening)
-    predicted = predict_stream(opened.manifest, usage.timelines, in_flight)
+        usage = measure_usage(plan, steps.first, rounds, with_memory, observer, in_flight, runtime)
+        opening, failures = _compare_openings(plan, against, usage.opening)
+    manifest = plan.manifest
+    predicted = predict_stream(manifest, usage.timelines, in_flight)
     if trace:
-        planned = predict_timelines(opened.manifest, usage.timelines)
-        content = json.dumps(chrome_trace(usage.timelines, planned, opened.manifest, read_segment_nodes(opened)))
+        planned = predict_timelines(manifest, usage.timelines)
+        content = json.dumps(chrome_trace(usage.timelines, planned, manifest, read_segment_nodes(plan)))
         write_file(Path(trace), lambda stream: stream.write(content.encode()))
-    expected = opened.manifest.predicted
     # Copies do not delay each other.
-    interval = expected.interval_seconds / max(len(copies), 1)
-    shortage = find_core_shortage(opened.manifest)
-    notes = [*([shortage] if shortage else []), *notes]
-    is_comparable = not (update or notes)
+    interval = manifest.predicted.interval_seconds / max(len(copies), 1)
+    other_sizes = _report_other_sizes(plan, steps.first)
+    record = next((item for item in opened.manifest.sizes if item.dimensions.items() >= steps.sizes.items()), None)
+    shortage = find_core_shortage(manifest)
+    notes = [*([shortage] if shortage else []), *notes, *([] if record else other_sizes)]
+    is_comparable = not (update or notes or other_sizes or opened.manifest.plans)
     if waiting is not None and waiting > DOUBTFUL_WAITING_SHARE:
-        notes.append(report_doubt("the machine was busy: steps", waiting, opened.manifest.model))
+        notes.append(report_doubt("the machine was busy: steps", waiting, manifest.model))
     if is_comparable:
-        notes += _report_wrong_prediction(times["bundle"], waiting, opened.manifest)
-    speedup, speedup_one_device = (compute_speedup(times[name], times["bundle"]) for name in ("model", "one_device"))
+        notes += _report_wrong_prediction(times["bundle"], waiting, manifest)
+    speedup, speedup_one_device = first.speedups
     result = Benchmark(
         bundle=times["bundle"],
         model=times["model"],
@@ -220,21 +269,50 @@ def bench(
         speedup=speedup,
         speedup_one_device=speedup_one_device,
         verdict=_phrase_verdict(speedup, speedup_one_device, times["bundle"], waiting, usage),
-        predicted_seconds=opened.manifest.step_seconds,
+        predicted_seconds=manifest.step_seconds,
         predicted_interval_seconds=interval,
         requests_per_second=_compute_rates(times, interval),
-        predicted_one_device_seconds=expected.single_device_seconds,
+        predicted_one_device_seconds=manifest.predicted.single_device_seconds,
         devices=usage.devices,
         links=usage.links,
         streams=usage.streams,
         process=usage.process,
-        timeline=compare_timelines(opened.manifest, usage.timelines, predicted),
+        timeline=compare_timelines(manifest, usage.timelines, predicted),
         waiting=waiting,
         copies=copies,
         opening=opening,
         diagnostics=(*notes, *usage.notes, *failures),
+        plan=first.plan,
+        sizes=tuple(map(_describe_size, compiled, (first, *others))),
     )
-    return _without_predictions(result) if other_sizes else result
+    if not other_sizes:
+        return result
+    return replace(_without_predictions(result), predicted_seconds=record.seconds[first.plan] if record else None)
+
+
+def _update_bundle(bundle: Bundle, steps: StepInputs, runtime: Runtime) -> Bundle:
+    """Write the times of segments into a bundle; raises UsageError if predictions are not for these inputs."""
+    if bundle.manifest.plans or bundle.is_plan:
+        message = "it has several plans, which a trial runs in turns"
+        raise UsageError("U042", message, where="--update", hint="compile it again, without --no-trial")
+    for note in _report_other_sizes(bundle, steps.first):  # the predictions are for the compiled ones
+        raise UsageError("U042", note.message, where="--update", hint=note.hint)
+    require_writable(bundle.path / MANIFEST_FILE)
+    return record_trial(bundle, steps.first, runtime)
+
+
+def _describe_size(record: SizeRecord, timed: _TimedSteps) -> SizeBenchmark:
+    speedup, speedup_one_device = timed.speedups
+    return SizeBenchmark(
+        dimensions=drop_derived_sizes(record.dimensions),
+        plan=timed.plan,
+        predicted_seconds=record.seconds[timed.plan],
+        bundle=timed.times["bundle"],
+        one_device=timed.times["one_device"],
+        model=timed.times["model"],
+        speedup=speedup,
+        speedup_one_device=speedup_one_device,
+    )
 
 
 def _without_predictions(result: Benchmark) -> Benchmark:
@@ -319,13 +397,11 @@ def _time_steps(
     against: str | Path | None,
     steps: StepInputs,
     repeat: int,
-    in_flight: int,
     options: Mapping[str, Any],
-) -> tuple[dict[str, Timings], float | None, tuple[CopyStatus, ...]]:
-    """Time the bundle, opened with these options, and the plain sessions in turn.
-
-    Return also the share of the time in which they waited for a core, and the bundle's copies.
-    """
+    *,
+    in_flight: int,
+) -> _TimedSteps:
+    """Time the bundle, opened with these options, and the plain sessions in turn."""
     largest = max(
         (device.cores for device in bundle.target.devices if device.kind == "cpu"), default=len(available_cores())
     )
@@ -336,9 +412,15 @@ def _time_steps(
         whole(steps.first)
         steps.learn(whole.states)
     feeds = [steps.feeds(number) for number in range(repeat + WARM_UPS)]
+    plan = 0
+
+    def run_bundle(arrays: Mapping[str, Any]) -> None:
+        nonlocal plan
+        plan = session.run_timed(arrays).plan
+
     with InferenceSession(bundle, max_in_flight=max(in_flight, DEFAULT_MAX_IN_FLIGHT), **options) as session:
         calls: dict[str, Callable[[Any], object]] = {
-            "bundle": lambda arrays: session.run(None, arrays),
+            "bundle": run_bundle,
             "model": whole,
             "one_device": one,
         }
@@ -350,7 +432,7 @@ def _time_steps(
                 times["in_flight"] = _time_results(session, feeds, in_flight, repeat)
         copies = session.list_copies()
     waiting = max(stopwatch.waiting_share, 0.0) if stopwatch.elapsed_seconds >= MIN_JUDGED_SECONDS else None
-    return times, waiting, copies
+    return _TimedSteps(times, waiting, copies, plan)
 
 
 def _time_results(session: InferenceSession, feeds: Sequence[Any], in_flight: int, repeat: int) -> Timings:

@@ -403,8 +403,13 @@ class InferenceSession:
             hint = "InferenceSession(bundle, trace=True)"
             raise UsageError("U042", "this session records no trace: it was opened without trace=True", hint=hint)
         timelines = self.list_timelines()[-count:]
-        predicted = predict_timelines(self._bundle.manifest, timelines)
-        return chrome_trace(timelines, predicted, self._bundle.manifest, read_segment_nodes(self._bundle))
+        plans = [(plan.manifest, read_segment_nodes(plan)) for plan in self._bundle.plans]
+        predicted = [
+            timeline
+            for number, (manifest, _) in enumerate(plans)
+            for timeline in predict_timelines(manifest, [item for item in timelines if item.plan == number])
+        ]
+        return chrome_trace(timelines, predicted, *plans[0], dict(zip(self._bundle.manifest.plans, plans[1:])))
 
     def list_timelines(self) -> tuple[RequestTimeline, ...]:
         """Return what the last requests did, at most 1000 that have succeeded, in the order of their submission.

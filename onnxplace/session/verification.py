@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from onnxplace.bundle.bundle import Bundle
-from onnxplace.errors import ExecutionError, ModelError, UsageError
+from onnxplace.errors import ExecutionError, FeedError, ModelError, UsageError
+from onnxplace.feeds.dimensions import drop_derived_sizes
 from onnxplace.feeds.feeds import Array
 from onnxplace.machine.hardware import available_cores
 from onnxplace.machine.ort_sessions import use_custom_operators, uses_optimisations, without_optimisations
@@ -23,7 +24,7 @@ from onnxplace.measure.size_comparison import (
     compare_other_sizes,
     may_be_rounding,
 )
-from onnxplace.measure.step_inputs import StepInputs, choose_step_inputs
+from onnxplace.measure.step_inputs import StepInputs, choose_step_inputs, list_switches
 from onnxplace.pipeline.pipeline import Observer
 from onnxplace.runtime.interface import CopyStatus, make_no_outputs_error
 from onnxplace.session.inference_session import InferenceSession, load
@@ -105,15 +106,54 @@ def verify(
     copies: tuple[CopyStatus, ...] = ()
 
     def compare_on(cores: Sequence[int]) -> tuple[SizeComparison, ...]:
-        nonlocal copies
-        first, fixed = choose_step_inputs(opened, inputs, shape or {}, seed), shape or {}
-        opening = partial(_open_comparison, opened.path, against, count, options, cores, uses_optimisations())
-        with _adapt_hints(file), opening() as (compare, session):
-            comparisons = [SizeComparison(first.sizes, compare(first))]
-            copies = session.list_copies()
-        with _adapt_hints(file), compare_in_child(opening, opened.path, against) as compare:
-            comparisons += compare_other_sizes(compare, first, sizes, fixed if inputs is None else first.sizes)
+        comparisons, refusals = list[SizeComparison](), list[FeedError]()
+        for number, plan in enumerate(opened.plans):
+            index = number if opened.manifest.plans else None
+            try:
+                first = choose_step_inputs(plan, inputs, shape or {}, seed)
+            except FeedError as refusal:  # the plan is for other sizes
+                refusals.append(refusal)
+                continue
+            comparisons += compare_plan(plan, first, index, cores)
+        if not comparisons:
+            raise refusals[0]
+        if opened.manifest.plans:
+            comparisons += compare_choices(cores)
         return tuple(comparisons)
+
+    def compare_plan(plan: Bundle, first: StepInputs, index: int | None, cores: Sequence[int]) -> list[SizeComparison]:
+        nonlocal copies
+        opening = partial(_open_comparison, plan.path, against, options, cores, uses_optimisations())
+        with _adapt_hints(file), opening(count) as (compare, session):
+            try:
+                comparisons = [SizeComparison(first.sizes, compare(first))]
+            except ModelError:
+                if index is None or steps is not None or count == 1:
+                    raise
+                # A prompt after a prompt may be more than the model takes.
+                with opening(1) as (compare_once, _):
+                    comparisons = [SizeComparison(first.sizes, compare_once(first))]
+            copies = session.list_copies()
+        with _adapt_hints(file), compare_in_child(partial(opening, count), plan.path, against) as compare:
+            fixed = (shape or {}) if inputs is None else first.sizes
+            comparisons += compare_other_sizes(compare, first, sizes, fixed)
+        return [replace(item, plan=index) for item in comparisons]
+
+    def compare_choices(cores: Sequence[int]) -> Iterator[SizeComparison]:
+        """Yield comparisons of a session, which chooses the plan: with the given inputs, or from size to size."""
+        known = [drop_derived_sizes(item.dimensions) for item in opened.manifest.sizes if item.weight]
+        given = inputs is not None or bool(shape)
+        chosen = [choose_step_inputs(opened, inputs, item, seed) for item in ([shape or {}] if given else known)]
+        if is_switching := not given and bool(opened.manifest.states):
+            chosen = list_switches(opened, chosen)
+        length = 2 if is_switching else 1
+        opening = _open_comparison(opened.path, against, options, cores, uses_optimisations(), length, alone=False)
+        with _adapt_hints(file), opening as (compare, _):
+            for item in chosen:
+                try:
+                    yield SizeComparison(item.sizes, compare(item))
+                except ModelError as problem:
+                    yield SizeComparison(item.sizes, (), "model", problem.message)
 
     with use_custom_operators(custom_op_libraries):
         comparisons, optimised, explanation = compare_on(available_cores()), True, None
@@ -125,10 +165,11 @@ def verify(
             if _all_equal(unoptimised):
                 comparisons, optimised = unoptimised, False
         if differing := next((item for item in comparisons if item.result == "differs"), None):
-            first = choose_step_inputs(opened, inputs, differing.sizes, seed)
-            explanation = find_cause(opened, against, first, differing.steps)
+            plan = opened.plans[differing.plan or 0]
+            first = choose_step_inputs(plan, inputs, differing.sizes, seed)
+            explanation = find_cause(plan, against, first, differing.steps)
     worst = map(find_worst, zip(*(step for item in comparisons for step in item.steps)))
-    is_equal, precisions = _all_equal(comparisons), list_precisions(opened)
+    is_equal, precisions = _all_equal(comparisons), list_precisions(*opened.plans)
     return Verification(is_equal, tuple(worst), count, optimised, comparisons, precisions, copies, explanation)
 
 
@@ -136,13 +177,19 @@ def verify(
 def _open_comparison(
     path: Path,
     against: str | Path | None,
-    count: int,
     options: Mapping[str, Any],
     cores: Sequence[int],
     optimised: bool,
+    count: int,
+    alone: bool = True,
 ) -> Iterator[tuple[Compare, InferenceSession]]:
-    """Open bundle and unsplit model, on these cores; yield what compares `count` steps, and the session."""
+    """Open bundle and unsplit model, on these cores; yield what compares `count` steps, and the session.
+
+    A bundle that is `alone` runs its own plan at all sizes.
+    """
     bundle = load(path)
+    if alone:
+        bundle = replace(bundle, manifest=bundle.manifest.model_copy(update={"plans": ()}))
     with nullcontext() if optimised else without_optimisations(), InferenceSession(bundle, **options) as session:
         comparison = ModelComparison(bundle, against, cores, [item.name for item in bundle.outputs])
         yield lambda steps: _compare_copies(session, comparison, steps, count, options["runtime"]), session
