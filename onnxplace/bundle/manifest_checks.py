@@ -38,13 +38,9 @@ def check_manifest(manifest: Manifest, where: Path) -> None:
 def check_plans(manifest: Manifest, plans: Sequence[Manifest], where: Path) -> None:
     """Raise BundleError unless a bundle's further plans are of its model, and have no plans themselves."""
     for name, plan in zip(manifest.plans, plans):
-        faults = {
-            "has plans of its own": bool(plan.plans),
-            "is for another model": plan.model_digest != manifest.model_digest,
-            "has other inputs, outputs or states": _name_interface(plan) != _name_interface(manifest),
-        }
-        for fault in (fault for fault, is_found in faults.items() if is_found):
-            raise BundleError("N002", f"its plan {name} {fault}", where=str(where), hint=DAMAGED_HINT)
+        if plan.plans or _name_interface(plan) != _name_interface(manifest):
+            fault = "it has plans of its own, or another model, inputs, outputs or states"
+            raise BundleError("N002", fault, where=f"{where}, plan {name}", hint=DAMAGED_HINT)
 
 
 def check_programs(manifest: Manifest, where: Path) -> None:
@@ -337,11 +333,12 @@ def _list_size_faults(manifest: Manifest) -> Iterator[str]:
 
 
 def _name_interface(manifest: Manifest) -> tuple[object, ...]:
-    """Return the types of inputs and outputs, and states, by the names that callers use: states are whole."""
+    """Return the model, the types of its inputs and outputs, and its states, by the names that callers use."""
     split = manifest.sharding.states if manifest.sharding else ()
     inputs = {part: state.input for state in split for part in state.inputs}
     outputs = {part: state.output for state in split for part in state.outputs}
     return (
+        manifest.model_digest,
         {inputs.get(item.name, item.name): item.dtype for item in manifest.inputs},
         {outputs.get(item.name, item.name): item.dtype for item in manifest.outputs},
         {outputs.get(item.output, item.output): inputs.get(item.input, item.input) for item in manifest.states},

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from onnxplace.bundle.bundle import Bundle
     from onnxplace.measure.device_usage import LinkUse, StreamUse
     from onnxplace.runtime.timelines import TimelineComparison
-    from onnxplace.session.benchmark import Benchmark, Openings, SizeBenchmark
+    from onnxplace.session.benchmark import Benchmark, Openings
 
 
 @click.command(cls=GroupedCommand, short_help="Compare predictions with measurements: steps, memory.")
@@ -71,9 +71,9 @@ def bench(
     """Compare predictions for BUNDLE with measurements: steps, devices, links, memory.
 
     The bundle, one session with all cores, and one session with the cores of a single device take turns, at each size
-    that BUNDLE was compiled for. All carry states on, plain sessions as arrays. Then a few traced steps, at the first
-    size, show busy times and transfers. Separate processes show the peak memory of each device, and what opening takes,
-    with the runtime onnxruntime only.
+    that BUNDLE was compiled for. All carry states on, plain sessions as arrays. Then a few traced steps show busy times
+    and transfers. Separate processes show the peak memory of each device, and what opening takes, with the runtime
+    onnxruntime only.
     """
     from onnxplace.session.benchmark import bench as measure
     from onnxplace.session.inference_session import load
@@ -106,8 +106,8 @@ def bench(
 
 def _build_json(result: Benchmark) -> dict[str, Any]:
     """Return the figures without those that were not asked for; notes are on stderr."""
-    optional = ("in_flight", "requests_per_second", "streams", "copies", "opening", "diagnostics", "plan", "sizes")
-    figures = {**asdict(result), "diagnostics": None}
+    optional = ("in_flight", "requests_per_second", "streams", "copies", "opening", "diagnostics", "sizes")
+    figures = {**asdict(result), "diagnostics": None, "sizes": list(map(_build_json, result.sizes))}
     return {key: value for key, value in figures.items() if value or key not in optional}
 
 
@@ -126,7 +126,7 @@ def _format_summary(bundle: Bundle, result: Benchmark, in_flight: int) -> str:
     return "\n\n".join([*sizes, steps, _format_devices(result), *tables, f"verdict: {result.verdict}"])
 
 
-def _format_sizes(sizes: Sequence[SizeBenchmark]) -> str:
+def _format_sizes(results: Sequence[Benchmark]) -> str:
     """Return a table with a step of the bundle at each size, and what the other tables are about."""
     rows = [
         (
@@ -137,7 +137,7 @@ def _format_sizes(sizes: Sequence[SizeBenchmark]) -> str:
             *(format_milliseconds(base.median_seconds) for base in (item.one_device, item.model)),
             *(f"{speedup.ratio:.2f}x" for speedup in (item.speedup_one_device, item.speedup)),
         )
-        for item in sizes
+        for item in results
     ]
     header = ("size", "plan", "bundle", "predicted", "one device", "all cores", "vs one device", "vs all cores")
     return f"{format_table(header, rows)}\n\nat {rows[0][0]}, by plan {rows[0][1]}:"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar, cast
 
 from onnxplace.bundle.bundle import MANIFEST_FILE, Bundle
-from onnxplace.bundle.manifest import Manifest, SizeRecord
+from onnxplace.bundle.manifest import Manifest
 from onnxplace.errors import Diagnostic, OnnxplaceError, UsageError, format_count
 from onnxplace.feeds.dimensions import dimension_keys, drop_derived_sizes
 from onnxplace.feeds.feeds import Array
@@ -75,42 +76,6 @@ class Openings:
     """The unsplit model in one session with all cores."""
 
 
-@dataclass(frozen=True)
-class SizeBenchmark:
-    """Steps at one of several sizes that a bundle was compiled for."""
-
-    dimensions: Mapping[str, int]
-    plan: int
-    """Index of the plan that the session took."""
-    predicted_seconds: float | None
-    """The step of this plan; None if the compiler expected it to refuse the size."""
-    bundle: Timings
-    one_device: Timings
-    model: Timings
-    """The unsplit model with all cores."""
-    speedup: Speedup
-    speedup_one_device: Speedup
-
-
-@dataclass(frozen=True)
-class _TimedSteps:
-    """Times of the bundle and of plain sessions, which took turns at one size."""
-
-    times: Mapping[str, Timings]
-    """Of `bundle`, `model` and `one_device`, and of `in_flight` where that was asked for."""
-    waiting: float | None
-    copies: tuple[CopyStatus, ...]
-    plan: int
-
-    @property
-    def speedups(self) -> tuple[Speedup, Speedup]:
-        """Return how many times as fast the bundle is as one session with all cores, and with those of one device."""
-        model, one_device = (
-            compute_speedup(self.times[name], self.times["bundle"]) for name in ("model", "one_device")
-        )
-        return model, one_device
-
-
 @dataclass(frozen=True, repr=False)
 class Benchmark:
     """Measured times of a bundle next to predicted ones; the fields are those of `onnxplace bench --json`."""
@@ -153,9 +118,12 @@ class Benchmark:
     diagnostics: tuple[Diagnostic, ...] = ()
     """Notes, such as that the machine was busy meanwhile."""
     plan: int = 0
-    """Index of the plan that ran, of which all other figures are."""
-    sizes: tuple[SizeBenchmark, ...] = ()
-    """Of a bundle for several sizes, if none was given: a row for each; the other figures are those of the first."""
+    """Index of the plan that ran, to which predictions, devices and links belong."""
+    dimensions: Mapping[str, int] = field(default_factory=dict)
+    """Sizes of symbolic dimensions."""
+    sizes: tuple[Benchmark, ...] = ()
+    """One for each size that the bundle was compiled for, if there were several and none was given; this is the first.
+    """
 
     def __repr__(self) -> str:
         rates, bundle = self.requests_per_second, format_milliseconds(self.bundle.median_seconds)
@@ -219,48 +187,64 @@ def bench(
         read = (Path(path) for path in (inputs, against) if isinstance(path, (str, Path)))
         require_writable(Path(trace), opened.path, *read)
     options = {"runtime": "onnxruntime", **(session_options or {})}
+    if in_flight > 1 and opened.manifest.states:
+        message = "requests with states follow one another, so only one is in flight"
+        raise UsageError("U042", message, where="--in-flight", hint="omit it")
+    bench_size = partial(_bench_size, opened, against, inputs, repeat, in_flight, update, seed, options, observer)
     with use_custom_operators(custom_op_libraries):
-        runtime = _create_runtime(**options)
-        if in_flight > 1 and opened.manifest.states:
-            message = "requests with states follow one another, so only one is in flight"
-            raise UsageError("U042", message, where="--in-flight", hint="omit it")
         compiled = [item for item in opened.manifest.sizes if item.weight and inputs is None and not (shape or update)]
-        sizes = [drop_derived_sizes(item.dimensions) for item in compiled] or [dict(shape or {})]
-        notes = []
-        if update:
-            opened = _update_bundle(opened, choose_step_inputs(opened, inputs, sizes[0], seed), runtime)
-            trial = opened.manifest.trial
-            doubt = find_trial_doubt(trial, opened.manifest.model) if trial else None
-            notes = [doubt] if doubt else []
-        first, *others = (
-            _time_steps(opened, against, item, repeat, options, in_flight=1 if index else in_flight)
-            for index, item in enumerate(choose_step_inputs(opened, inputs, item, seed) for item in sizes)
-        )
-        # From here on, the plan that ran is a bundle like any other.
-        plan, times, waiting, copies = opened.plans[first.plan], first.times, first.waiting, first.copies
-        steps = choose_step_inputs(plan, inputs, sizes[0], seed)
-        with_memory = memory and options["runtime"] == "onnxruntime"
-        rounds = min(repeat, MAX_TRACED)
-        usage = measure_usage(plan, steps.first, rounds, with_memory, observer, in_flight, runtime)
-        opening, failures = _compare_openings(plan, against, usage.opening)
-    manifest = plan.manifest
+        chosen = [drop_derived_sizes(item.dimensions) for item in compiled] or [dict(shape or {})]
+        first = bench_size(chosen[0], memory and options["runtime"] == "onnxruntime", trace)
+        others = [bench_size(item, False, None) for item in chosen[1:]]
+        return replace(first, sizes=(first, *others)) if compiled else first
+
+
+def _bench_size(
+    opened: Bundle,
+    against: str | Path | None,
+    inputs: Mapping[str, Array] | str | Path | None,
+    repeat: int,
+    in_flight: int,
+    update: bool,
+    seed: int,
+    options: Mapping[str, Any],
+    observer: Observer | None,
+    shape: Mapping[str, int],
+    memory: bool,
+    trace: str | Path | None,
+) -> Benchmark:
+    """Compare predictions with measurements at one choice of sizes."""
+    runtime, notes = _create_runtime(**options), list[Diagnostic]()
+    steps = choose_step_inputs(opened, inputs, shape, seed)
+    if update:
+        opened = _update_bundle(opened, steps, runtime)
+        trial = opened.manifest.trial
+        doubt = find_trial_doubt(trial, opened.manifest.model) if trial else None
+        notes = [doubt] if doubt else []
+    times, waiting, copies, index = _time_steps(opened, against, steps, repeat, in_flight, options)
+    # From here on, the plan that ran is a bundle like any other.
+    plan = opened.plans[index]
+    manifest, steps = plan.manifest, choose_step_inputs(plan, inputs, shape, seed)
+    usage = measure_usage(plan, steps.first, min(repeat, MAX_TRACED), memory, observer, in_flight, runtime)
+    opening, failures = _compare_openings(plan, against, usage.opening)
     predicted = predict_stream(manifest, usage.timelines, in_flight)
     if trace:
         planned = predict_timelines(manifest, usage.timelines)
         content = json.dumps(chrome_trace(usage.timelines, planned, manifest, read_segment_nodes(plan)))
         write_file(Path(trace), lambda stream: stream.write(content.encode()))
+    expected = manifest.predicted
     # Copies do not delay each other.
-    interval = manifest.predicted.interval_seconds / max(len(copies), 1)
+    interval = expected.interval_seconds / max(len(copies), 1)
     other_sizes = _report_other_sizes(plan, steps.first)
-    record = next((item for item in opened.manifest.sizes if item.dimensions.items() >= steps.sizes.items()), None)
+    known = [item.seconds[index] for item in opened.manifest.sizes if item.dimensions.items() >= steps.sizes.items()]
     shortage = find_core_shortage(manifest)
-    notes = [*([shortage] if shortage else []), *notes, *([] if record else other_sizes)]
+    notes = [*([shortage] if shortage else []), *notes, *([] if known else other_sizes)]
     is_comparable = not (update or notes or other_sizes or opened.manifest.plans)
     if waiting is not None and waiting > DOUBTFUL_WAITING_SHARE:
         notes.append(report_doubt("the machine was busy: steps", waiting, manifest.model))
     if is_comparable:
         notes += _report_wrong_prediction(times["bundle"], waiting, manifest)
-    speedup, speedup_one_device = first.speedups
+    speedup, speedup_one_device = (compute_speedup(times[name], times["bundle"]) for name in ("model", "one_device"))
     result = Benchmark(
         bundle=times["bundle"],
         model=times["model"],
@@ -272,7 +256,7 @@ def bench(
         predicted_seconds=manifest.step_seconds,
         predicted_interval_seconds=interval,
         requests_per_second=_compute_rates(times, interval),
-        predicted_one_device_seconds=manifest.predicted.single_device_seconds,
+        predicted_one_device_seconds=expected.single_device_seconds,
         devices=usage.devices,
         links=usage.links,
         streams=usage.streams,
@@ -282,12 +266,12 @@ def bench(
         copies=copies,
         opening=opening,
         diagnostics=(*notes, *usage.notes, *failures),
-        plan=first.plan,
-        sizes=tuple(map(_describe_size, compiled, (first, *others))),
+        plan=index,
+        dimensions=steps.sizes,
     )
     if not other_sizes:
         return result
-    return replace(_without_predictions(result), predicted_seconds=record.seconds[first.plan] if record else None)
+    return replace(_without_predictions(result), predicted_seconds=known[0] if known else None)
 
 
 def _update_bundle(bundle: Bundle, steps: StepInputs, runtime: Runtime) -> Bundle:
@@ -299,20 +283,6 @@ def _update_bundle(bundle: Bundle, steps: StepInputs, runtime: Runtime) -> Bundl
         raise UsageError("U042", note.message, where="--update", hint=note.hint)
     require_writable(bundle.path / MANIFEST_FILE)
     return record_trial(bundle, steps.first, runtime)
-
-
-def _describe_size(record: SizeRecord, timed: _TimedSteps) -> SizeBenchmark:
-    speedup, speedup_one_device = timed.speedups
-    return SizeBenchmark(
-        dimensions=drop_derived_sizes(record.dimensions),
-        plan=timed.plan,
-        predicted_seconds=record.seconds[timed.plan],
-        bundle=timed.times["bundle"],
-        one_device=timed.times["one_device"],
-        model=timed.times["model"],
-        speedup=speedup,
-        speedup_one_device=speedup_one_device,
-    )
 
 
 def _without_predictions(result: Benchmark) -> Benchmark:
@@ -397,11 +367,13 @@ def _time_steps(
     against: str | Path | None,
     steps: StepInputs,
     repeat: int,
-    options: Mapping[str, Any],
-    *,
     in_flight: int,
-) -> _TimedSteps:
-    """Time the bundle, opened with these options, and the plain sessions in turn."""
+    options: Mapping[str, Any],
+) -> tuple[dict[str, Timings], float | None, tuple[CopyStatus, ...], int]:
+    """Time the bundle, opened with these options, and the plain sessions in turn.
+
+    Return also the share of the time in which they waited for a core, the bundle's copies, and its last plan.
+    """
     largest = max(
         (device.cores for device in bundle.target.devices if device.kind == "cpu"), default=len(available_cores())
     )
@@ -411,16 +383,10 @@ def _time_steps(
     if bundle.manifest.states:
         whole(steps.first)
         steps.learn(whole.states)
-    feeds = [steps.feeds(number) for number in range(repeat + WARM_UPS)]
-    plan = 0
-
-    def run_bundle(arrays: Mapping[str, Any]) -> None:
-        nonlocal plan
-        plan = session.run_timed(arrays).plan
-
+    feeds, plans = [steps.feeds(number) for number in range(repeat + WARM_UPS)], list[int]()
     with InferenceSession(bundle, max_in_flight=max(in_flight, DEFAULT_MAX_IN_FLIGHT), **options) as session:
         calls: dict[str, Callable[[Any], object]] = {
-            "bundle": run_bundle,
+            "bundle": lambda arrays: plans.append(session.run_timed(arrays).plan),
             "model": whole,
             "one_device": one,
         }
@@ -432,7 +398,7 @@ def _time_steps(
                 times["in_flight"] = _time_results(session, feeds, in_flight, repeat)
         copies = session.list_copies()
     waiting = max(stopwatch.waiting_share, 0.0) if stopwatch.elapsed_seconds >= MIN_JUDGED_SECONDS else None
-    return _TimedSteps(times, waiting, copies, plan)
+    return times, waiting, copies, plans[-1]
 
 
 def _time_results(session: InferenceSession, feeds: Sequence[Any], in_flight: int, repeat: int) -> Timings:

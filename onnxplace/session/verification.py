@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from onnxplace.measure.size_comparison import (
     SizeComparison,
     compare_in_child,
     compare_other_sizes,
+    compare_size,
     may_be_rounding,
 )
 from onnxplace.measure.step_inputs import StepInputs, choose_step_inputs, list_switches
@@ -105,55 +106,39 @@ def verify(
     options = {"runtime": "onnxruntime", **(session_options or {})}
     copies: tuple[CopyStatus, ...] = ()
 
-    def compare_on(cores: Sequence[int]) -> tuple[SizeComparison, ...]:
-        comparisons, refusals = list[SizeComparison](), list[FeedError]()
-        for number, plan in enumerate(opened.plans):
-            index = number if opened.manifest.plans else None
-            try:
-                first = choose_step_inputs(plan, inputs, shape or {}, seed)
-            except FeedError as refusal:  # the plan is for other sizes
-                refusals.append(refusal)
-                continue
-            comparisons += compare_plan(plan, first, index, cores)
-        if not comparisons:
-            raise refusals[0]
-        if opened.manifest.plans:
-            comparisons += compare_choices(cores)
-        return tuple(comparisons)
-
-    def compare_plan(plan: Bundle, first: StepInputs, index: int | None, cores: Sequence[int]) -> list[SizeComparison]:
+    def compare_plan(cores: Sequence[int], plan: Bundle) -> list[SizeComparison]:
         nonlocal copies
-        opening = partial(_open_comparison, plan.path, against, options, cores, uses_optimisations())
-        with _adapt_hints(file), opening(count) as (compare, session):
-            try:
-                comparisons = [SizeComparison(first.sizes, compare(first))]
-            except ModelError:
-                if index is None or steps is not None or count == 1:
-                    raise
-                # A prompt after a prompt may be more than the model takes.
-                with opening(1) as (compare_once, _):
-                    comparisons = [SizeComparison(first.sizes, compare_once(first))]
+        first, fixed = choose_step_inputs(plan, inputs, shape or {}, seed), shape or {}
+        opening = partial(_open_comparison, plan.path, against, options, cores, uses_optimisations(), count)
+        with _adapt_hints(file), opening() as (compare, session):
+            is_one = not opened.manifest.plans
+            own = SizeComparison(first.sizes, compare(first)) if is_one else compare_size(compare, first, first.sizes)
             copies = session.list_copies()
-        with _adapt_hints(file), compare_in_child(partial(opening, count), plan.path, against) as compare:
-            fixed = (shape or {}) if inputs is None else first.sizes
-            comparisons += compare_other_sizes(compare, first, sizes, fixed)
-        return [replace(item, plan=index) for item in comparisons]
+        with _adapt_hints(file), compare_in_child(opening, plan.path, against) as compare:
+            return [own, *compare_other_sizes(compare, first, sizes, fixed if inputs is None else first.sizes)]
+
+    def compare_on(cores: Sequence[int]) -> tuple[SizeComparison, ...]:
+        if not opened.manifest.plans:
+            return tuple(compare_plan(cores, opened))
+        comparisons = list[SizeComparison]()
+        for index, plan in enumerate(opened.plans):
+            with suppress(FeedError):  # it is for other sizes
+                own = compare_plan(cores, plan)
+                comparisons += [replace(item, plan=index) for item in own if item.refused_by != "bundle"]
+        return (*comparisons, *compare_choices(cores))
 
     def compare_choices(cores: Sequence[int]) -> Iterator[SizeComparison]:
         """Yield comparisons of a session, which chooses the plan: with the given inputs, or from size to size."""
-        known = [drop_derived_sizes(item.dimensions) for item in opened.manifest.sizes if item.weight]
         given = inputs is not None or bool(shape)
+        known = [drop_derived_sizes(item.dimensions) for item in opened.manifest.sizes if item.weight]
         chosen = [choose_step_inputs(opened, inputs, item, seed) for item in ([shape or {}] if given else known)]
-        if is_switching := not given and bool(opened.manifest.states):
+        if is_switching := bool(opened.manifest.states) and not given:
             chosen = list_switches(opened, chosen)
-        length = 2 if is_switching else 1
+        length = 2 if is_switching else count
         opening = _open_comparison(opened.path, against, options, cores, uses_optimisations(), length, alone=False)
         with _adapt_hints(file), opening as (compare, _):
             for item in chosen:
-                try:
-                    yield SizeComparison(item.sizes, compare(item))
-                except ModelError as problem:
-                    yield SizeComparison(item.sizes, (), "model", problem.message)
+                yield compare_size(compare, item, item.sizes)
 
     with use_custom_operators(custom_op_libraries):
         comparisons, optimised, explanation = compare_on(available_cores()), True, None
