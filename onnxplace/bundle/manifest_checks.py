@@ -325,8 +325,8 @@ def _list_batching_faults(manifest: Manifest) -> Iterator[str]:
 def _list_size_faults(manifest: Manifest) -> Iterator[str]:
     """Name plans that are not folders as the compiler names them, and sizes that do not fit the plans."""
     count = 1 + len(manifest.plans)
-    if manifest.plans != (expected := tuple(f"plan{number}" for number in range(1, count))):
-        yield f"its plans are {_join(manifest.plans)}, expected {_join(expected)}"
+    if manifest.plans != tuple(f"plan{number}" for number in range(1, count)):
+        yield f"its plans are {_join(manifest.plans)}, expected plan1, plan2 and so on"
     for item in manifest.sizes:
         if len(item.seconds) != count or not any(seconds is not None for seconds in item.seconds):
             yield f"expected a step of each plan, {count} in all, at {item.dimensions}, got {list(item.seconds)}"
@@ -335,11 +335,8 @@ def _list_size_faults(manifest: Manifest) -> Iterator[str]:
 def _name_interface(manifest: Manifest) -> tuple[object, ...]:
     """Return the model, the types of its inputs and outputs, and its states, by the names that callers use."""
     split = manifest.sharding.states if manifest.sharding else ()
-    inputs = {part: state.input for state in split for part in state.inputs}
-    outputs = {part: state.output for state in split for part in state.outputs}
-    return (
-        manifest.model_digest,
-        {inputs.get(item.name, item.name): item.dtype for item in manifest.inputs},
-        {outputs.get(item.name, item.name): item.dtype for item in manifest.outputs},
-        {outputs.get(item.output, item.output): inputs.get(item.input, item.input) for item in manifest.states},
-    )
+    whole = {part: state.input for state in split for part in state.inputs}
+    whole |= {part: state.output for state in split for part in state.outputs}
+    types = {(whole.get(item.name, item.name), item.dtype) for item in (*manifest.inputs, *manifest.outputs)}
+    states = {(whole.get(item.input, item.input), whole.get(item.output, item.output)) for item in manifest.states}
+    return manifest.model_digest, types, states

@@ -229,7 +229,7 @@ def _measure_between(bundles: Sequence[Bundle], records: Sequence[SizeRecord], s
     ordered = sorted(records, key=lambda item: min(filter(None, item.seconds), default=0.0))
     for low, high in pairwise(ordered):
         for _ in range(MAX_HALVINGS if None not in (*low.seconds, *high.seconds) else 0):
-            if _find_fastest(low) == _find_fastest(high):
+            if low.fastest == high.fastest:
                 break
             middle = find_middle(low.dimensions, high.dimensions)
             if middle in (low.dimensions, high.dimensions):
@@ -238,14 +238,10 @@ def _measure_between(bundles: Sequence[Bundle], records: Sequence[SizeRecord], s
                 model = bind(sized.model, middle, {})
                 record = _record(model.dimensions, _measure(bundles, model.feeds(0)))
                 found.append(record)
-                low, high = (record, high) if _find_fastest(record) == _find_fastest(low) else (low, record)
+                low, high = (record, high) if record.fastest == low.fastest else (low, record)
                 continue
             break
     return found
-
-
-def _find_fastest(record: SizeRecord) -> int:
-    return int(np.argmin([math.inf if step is None else step for step in record.seconds]))
 
 
 def find_middle(low: Mapping[str, int], high: Mapping[str, int]) -> dict[str, int]:
@@ -278,11 +274,9 @@ def _describe_choice(records: Sequence[SizeRecord], count: int) -> Diagnostic:
     """Return the note on the plans that were chosen, and their steps at each size."""
     texts = []
     for record in records:
-        sizes = ", ".join(f"{name}={size}" for name, size in drop_derived_sizes(record.dimensions).items())
-        steps = [math.inf if step is None else step for step in record.seconds]
-        best = int(np.argmin(steps))
-        others = [format_milliseconds(step) for index, step in enumerate(steps) if index != best and step < math.inf]
-        by = f" by plan {best}" if count > 1 else ""
-        texts.append(f"{sizes}: {format_milliseconds(steps[best])}{by}" + (f" ({', '.join(others)})" if others else ""))
+        steps = ["-" if step is None else format_milliseconds(step) for step in record.seconds]
+        best = steps.pop(record.fastest)
+        by = f" by plan {record.fastest}" if count > 1 else ""
+        texts.append(f"{record.text}: {best}{by}" + (f" ({', '.join(steps)})" if steps else ""))
     what = "one plan" if count == 1 else f"{count} plans"
     return Diagnostic("P047", f"{what} for {len(records)} sizes: {'; '.join(texts)}", where="--shape")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +43,7 @@ class StepInputs:
         self._drawn = given is None
         self._growth: dict[str, int] = {}
         self._output_growth: dict[str, int] = {}
-        self._bundle, self.seed = bundle, seed
+        self._bundle, self._seed = bundle, seed
         states, initial = SplitStates(bundle.manifest), bundle.initial_states()
         self.first: Feeds
         self.sizes: Mapping[str, int]
@@ -58,10 +58,11 @@ class StepInputs:
             fed = check_feeds(states.cut_feeds(given), self._inputs, strict=bundle.manifest.has_equal_sizes)
             self.first = {**initial, **fed}
             self.sizes = dimensions_of_feeds(self.first, self._inputs)
+        self._first_sizes = self.sizes
 
     def resize(self, sizes: Mapping[str, int]) -> StepInputs:
         """Return drawn inputs of other sizes; raises FeedError if there are none."""
-        return choose_step_inputs(self._bundle, None, sizes, self.seed)
+        return choose_step_inputs(self._bundle, None, sizes, self._seed)
 
     def learn(self, states: Feeds) -> None:
         """Learn which symbols grow from the states after the first step, by state input."""
@@ -80,10 +81,20 @@ class StepInputs:
             return self.first
         feeds = self.first
         sizes = {key: size + number * self._get_growth(key) for key, size in self.sizes.items()}
-        if self._drawn and sizes != self.sizes:
+        if self._drawn and sizes != self._first_sizes:
             inputs = [item for item in self._inputs if item.name not in self._states]
-            feeds = random_feeds(inputs, sizes, self.seed)
+            feeds = random_feeds(inputs, sizes, self._seed)
         return {name: array for name, array in feeds.items() if name not in self._states}
+
+    def switch(self, later: StepInputs) -> StepInputs:
+        """Return these drawn inputs with later steps of another size, as tokens follow a prompt; states set theirs."""
+        kept = {symbol for shape in self._states.values() for symbol in shape}
+        self.sizes = {**self.sizes, **{name: size for name, size in later.sizes.items() if name not in kept}}
+        return self
+
+    def count_state_bytes(self) -> int:
+        """Return the bytes of the states that are fed to the first step."""
+        return sum(array.nbytes for name, array in self.first.items() if name in self._states)
 
     @contextmanager
     def explained(self, number: int) -> Iterator[None]:
@@ -162,33 +173,10 @@ def _with_sample_rank(item: Declared, sizes: Mapping[str, int]) -> Declared:
     return replace(item, shape=tuple(keys) or None)
 
 
-class SwitchingInputs(StepInputs):
-    """The inputs of two steps of a conversation, of which the second has another size, such as a prompt and a token."""
-
-    def __init__(self, bundle: Bundle, sizes: Mapping[str, int], later: Mapping[str, int], seed: int) -> None:
-        super().__init__(bundle, None, sizes, seed)
-        self._later = dict(later)
-
-    def learn(self, states: Feeds) -> None:
-        """Learn the sizes that the states have after the first step, by state input."""
-        shapes = [zip(self._states[name], array.shape) for name, array in states.items() if name in self._states]
-        self._later |= {symbol: size for pairs in shapes for symbol, size in pairs if isinstance(symbol, str)}
-
-    def feeds(self, number: int) -> Feeds:
-        """Return the inputs of a step, counted from 0."""
-        drawn = self if number == 0 else self.resize(self._later)
-        return {name: array for name, array in drawn.first.items() if number == 0 or name not in self._states}
-
-
-def list_switches(bundle: Bundle, steps: Sequence[StepInputs]) -> list[StepInputs]:
-    """Return conversations that lead from each of several sizes to the next one, by the bytes of their first states."""
-    names = {item.name for item in bundle.state_inputs}
-
-    def count_bytes(item: StepInputs) -> int:
-        return sum(array.nbytes for name, array in item.first.items() if name in names)
-
-    ordered = sorted(steps, key=count_bytes)
-    return [SwitchingInputs(bundle, low.sizes, high.sizes, low.seed) for low, high in itertools.pairwise(ordered)]
+def list_switches(steps: Iterable[StepInputs]) -> list[StepInputs]:
+    """Return conversations from each of several drawn sizes to the next one, the smallest states first."""
+    ordered = sorted(steps, key=StepInputs.count_state_bytes)
+    return [low.switch(high) for low, high in itertools.pairwise(ordered)]
 
 
 class StateCarrier:

@@ -6,7 +6,6 @@ import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar, cast
@@ -186,47 +185,40 @@ def bench(
     if trace:
         read = (Path(path) for path in (inputs, against) if isinstance(path, (str, Path)))
         require_writable(Path(trace), opened.path, *read)
+    compiled = [item for item in opened.manifest.sizes if item.weight]
+    if compiled and inputs is None and not (shape or update):
+        common = {"against": against, "repeat": repeat, "in_flight": in_flight, "seed": seed, "observer": observer}
+        common |= {"custom_op_libraries": custom_op_libraries, "session_options": session_options}
+        first, *others = (drop_derived_sizes(item.dimensions) for item in compiled)
+        result = bench(opened, shape=first, trace=trace, memory=memory, **common)
+        further = (bench(opened, shape=item, memory=False, **common) for item in others)
+        return replace(result, sizes=(result, *further))
     options = {"runtime": "onnxruntime", **(session_options or {})}
-    if in_flight > 1 and opened.manifest.states:
-        message = "requests with states follow one another, so only one is in flight"
-        raise UsageError("U042", message, where="--in-flight", hint="omit it")
-    bench_size = partial(_bench_size, opened, against, inputs, repeat, in_flight, update, seed, options, observer)
     with use_custom_operators(custom_op_libraries):
-        compiled = [item for item in opened.manifest.sizes if item.weight and inputs is None and not (shape or update)]
-        chosen = [drop_derived_sizes(item.dimensions) for item in compiled] or [dict(shape or {})]
-        first = bench_size(chosen[0], memory and options["runtime"] == "onnxruntime", trace)
-        others = [bench_size(item, False, None) for item in chosen[1:]]
-        return replace(first, sizes=(first, *others)) if compiled else first
-
-
-def _bench_size(
-    opened: Bundle,
-    against: str | Path | None,
-    inputs: Mapping[str, Array] | str | Path | None,
-    repeat: int,
-    in_flight: int,
-    update: bool,
-    seed: int,
-    options: Mapping[str, Any],
-    observer: Observer | None,
-    shape: Mapping[str, int],
-    memory: bool,
-    trace: str | Path | None,
-) -> Benchmark:
-    """Compare predictions with measurements at one choice of sizes."""
-    runtime, notes = _create_runtime(**options), list[Diagnostic]()
-    steps = choose_step_inputs(opened, inputs, shape, seed)
-    if update:
-        opened = _update_bundle(opened, steps, runtime)
-        trial = opened.manifest.trial
-        doubt = find_trial_doubt(trial, opened.manifest.model) if trial else None
-        notes = [doubt] if doubt else []
-    times, waiting, copies, index = _time_steps(opened, against, steps, repeat, in_flight, options)
-    # From here on, the plan that ran is a bundle like any other.
-    plan = opened.plans[index]
-    manifest, steps = plan.manifest, choose_step_inputs(plan, inputs, shape, seed)
-    usage = measure_usage(plan, steps.first, min(repeat, MAX_TRACED), memory, observer, in_flight, runtime)
-    opening, failures = _compare_openings(plan, against, usage.opening)
+        runtime = _create_runtime(**options)
+        if in_flight > 1 and opened.manifest.states:
+            message = "requests with states follow one another, so only one is in flight"
+            raise UsageError("U042", message, where="--in-flight", hint="omit it")
+        steps, notes = choose_step_inputs(opened, inputs, shape or {}, seed), list[Diagnostic]()
+        if update:
+            for note in _report_other_sizes(opened, steps.first):  # the predictions are for the compiled ones
+                raise UsageError("U042", note.message, where="--update", hint=note.hint)
+            if opened.manifest.plans or opened.is_plan:
+                hint = "compile the bundle again, without --no-trial"
+                raise UsageError("U042", "a trial runs all plans of a bundle in turns", where="--update", hint=hint)
+            require_writable(opened.path / MANIFEST_FILE)
+            opened = record_trial(opened, steps.first, runtime)
+            trial = opened.manifest.trial
+            doubt = find_trial_doubt(trial, opened.manifest.model) if trial else None
+            notes = [doubt] if doubt else []
+        times, waiting, copies, index = _time_steps(opened, against, steps, repeat, in_flight, options)
+        # From here on, the plan that ran is a bundle like any other.
+        plan = opened.plans[index]
+        manifest, steps = plan.manifest, choose_step_inputs(plan, inputs, shape or {}, seed)
+        with_memory = memory and options["runtime"] == "onnxruntime"
+        rounds = min(repeat, MAX_TRACED)
+        usage = measure_usage(plan, steps.first, rounds, with_memory, observer, in_flight, runtime)
+        opening, failures = _compare_openings(plan, against, usage.opening)
     predicted = predict_stream(manifest, usage.timelines, in_flight)
     if trace:
         planned = predict_timelines(manifest, usage.timelines)
@@ -269,20 +261,8 @@ def _bench_size(
         plan=index,
         dimensions=steps.sizes,
     )
-    if not other_sizes:
-        return result
-    return replace(_without_predictions(result), predicted_seconds=known[0] if known else None)
-
-
-def _update_bundle(bundle: Bundle, steps: StepInputs, runtime: Runtime) -> Bundle:
-    """Write the times of segments into a bundle; raises UsageError if predictions are not for these inputs."""
-    if bundle.manifest.plans or bundle.is_plan:
-        message = "it has several plans, which a trial runs in turns"
-        raise UsageError("U042", message, where="--update", hint="compile it again, without --no-trial")
-    for note in _report_other_sizes(bundle, steps.first):  # the predictions are for the compiled ones
-        raise UsageError("U042", note.message, where="--update", hint=note.hint)
-    require_writable(bundle.path / MANIFEST_FILE)
-    return record_trial(bundle, steps.first, runtime)
+    step_seconds = known[0] if known else None
+    return replace(_without_predictions(result), predicted_seconds=step_seconds) if other_sizes else result
 
 
 def _without_predictions(result: Benchmark) -> Benchmark:

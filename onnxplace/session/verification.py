@@ -106,39 +106,39 @@ def verify(
     options = {"runtime": "onnxruntime", **(session_options or {})}
     copies: tuple[CopyStatus, ...] = ()
 
-    def compare_plan(cores: Sequence[int], plan: Bundle) -> list[SizeComparison]:
+    given = inputs is not None or bool(shape)
+
+    def compare_plan(plan: Bundle, cores: Sequence[int]) -> list[SizeComparison]:
         nonlocal copies
-        first, fixed = choose_step_inputs(plan, inputs, shape or {}, seed), shape or {}
-        opening = partial(_open_comparison, plan.path, against, options, cores, uses_optimisations(), count)
+        first = choose_step_inputs(plan, inputs, shape or {}, seed)
+        opening = partial(_open_comparison, plan, against, options, cores, uses_optimisations(), count)
         with _adapt_hints(file), opening() as (compare, session):
-            is_one = not opened.manifest.plans
-            own = SizeComparison(first.sizes, compare(first)) if is_one else compare_size(compare, first, first.sizes)
+            if opened.manifest.plans:
+                own = compare_size(compare, first, first.sizes)
+            else:
+                own = SizeComparison(first.sizes, compare(first))
             copies = session.list_copies()
         with _adapt_hints(file), compare_in_child(opening, plan.path, against) as compare:
-            return [own, *compare_other_sizes(compare, first, sizes, fixed if inputs is None else first.sizes)]
+            fixed = (shape or {}) if inputs is None else first.sizes
+            return [own, *compare_other_sizes(compare, first, sizes, fixed)]
 
     def compare_on(cores: Sequence[int]) -> tuple[SizeComparison, ...]:
-        if not opened.manifest.plans:
-            return tuple(compare_plan(cores, opened))
-        comparisons = list[SizeComparison]()
-        for index, plan in enumerate(opened.plans):
+        if not (manifest := opened.manifest).plans:
+            return tuple(compare_plan(opened, cores))
+        alone, comparisons = replace(opened, manifest=manifest.model_copy(update={"plans": ()})), list[SizeComparison]()
+        for index, plan in enumerate((alone, *opened.plans[1:])):
             with suppress(FeedError):  # it is for other sizes
-                own = compare_plan(cores, plan)
+                own = compare_plan(plan, cores)
                 comparisons += [replace(item, plan=index) for item in own if item.refused_by != "bundle"]
-        return (*comparisons, *compare_choices(cores))
-
-    def compare_choices(cores: Sequence[int]) -> Iterator[SizeComparison]:
-        """Yield comparisons of a session, which chooses the plan: with the given inputs, or from size to size."""
-        given = inputs is not None or bool(shape)
-        known = [drop_derived_sizes(item.dimensions) for item in opened.manifest.sizes if item.weight]
-        chosen = [choose_step_inputs(opened, inputs, item, seed) for item in ([shape or {}] if given else known)]
-        if is_switching := bool(opened.manifest.states) and not given:
-            chosen = list_switches(opened, chosen)
-        length = 2 if is_switching else count
-        opening = _open_comparison(opened.path, against, options, cores, uses_optimisations(), length, alone=False)
+        # Then the session chooses plans, and moves states from one to another.
+        known = [{}] if given else [drop_derived_sizes(item.dimensions) for item in manifest.sizes if item.weight]
+        chosen = [choose_step_inputs(opened, inputs, {**item, **(shape or {})}, seed) for item in known]
+        length, is_switching = min(count, 2), bool(manifest.states) and not given
+        opening = _open_comparison(opened, against, options, cores, uses_optimisations(), length)
         with _adapt_hints(file), opening as (compare, _):
-            for item in chosen:
-                yield compare_size(compare, item, item.sizes)
+            for item in list_switches(chosen) if is_switching else chosen:
+                comparisons.append(compare_size(compare, item, item.sizes))
+        return tuple(comparisons)
 
     with use_custom_operators(custom_op_libraries):
         comparisons, optimised, explanation = compare_on(available_cores()), True, None
@@ -153,28 +153,24 @@ def verify(
             plan = opened.plans[differing.plan or 0]
             first = choose_step_inputs(plan, inputs, differing.sizes, seed)
             explanation = find_cause(plan, against, first, differing.steps)
-    worst = map(find_worst, zip(*(step for item in comparisons for step in item.steps)))
+    by_name = dict[str, list[OutputDifference]]()  # a plan may have parts of states
+    for output in (output for item in comparisons for step in item.steps for output in step):
+        by_name.setdefault(output.name, []).append(output)
+    worst = map(find_worst, by_name.values())
     is_equal, precisions = _all_equal(comparisons), list_precisions(*opened.plans)
     return Verification(is_equal, tuple(worst), count, optimised, comparisons, precisions, copies, explanation)
 
 
 @contextmanager
 def _open_comparison(
-    path: Path,
+    bundle: Bundle,
     against: str | Path | None,
     options: Mapping[str, Any],
     cores: Sequence[int],
     optimised: bool,
     count: int,
-    alone: bool = True,
 ) -> Iterator[tuple[Compare, InferenceSession]]:
-    """Open bundle and unsplit model, on these cores; yield what compares `count` steps, and the session.
-
-    A bundle that is `alone` runs its own plan at all sizes.
-    """
-    bundle = load(path)
-    if alone:
-        bundle = replace(bundle, manifest=bundle.manifest.model_copy(update={"plans": ()}))
+    """Open bundle and unsplit model, on these cores; yield what compares `count` steps, and the session."""
     with nullcontext() if optimised else without_optimisations(), InferenceSession(bundle, **options) as session:
         comparison = ModelComparison(bundle, against, cores, [item.name for item in bundle.outputs])
         yield lambda steps: _compare_copies(session, comparison, steps, count, options["runtime"]), session
