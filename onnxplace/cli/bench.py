@@ -128,17 +128,14 @@ def _format_summary(bundle: Bundle, result: Benchmark, in_flight: int) -> str:
 
 def _format_sizes(results: Sequence[Benchmark]) -> str:
     """Return a table with a step of the bundle at each size, and what the other tables are about."""
-    rows = [
-        (
-            ",".join(f"{name}={size}" for name, size in item.dimensions.items()),
-            str(item.plan),
-            format_milliseconds(item.bundle.median_seconds),
-            _format(format_milliseconds, item.predicted_seconds),
-            *(format_milliseconds(base.median_seconds) for base in (item.one_device, item.model)),
-            *(f"{speedup.ratio:.2f}x" for speedup in (item.speedup_one_device, item.speedup)),
+    rows = []
+    for item in results:
+        sizes = ",".join(f"{name}={size}" for name, size in item.dimensions.items())
+        medians = [times.median_seconds for times in (item.bundle, item.one_device, item.model)]
+        times = (
+            _format(format_milliseconds, seconds) for seconds in (medians[0], item.predicted_seconds, *medians[1:])
         )
-        for item in results
-    ]
+        rows.append((sizes, str(item.plan), *times, *(f"{median / medians[0]:.2f}x" for median in medians[1:])))
     header = ("size", "plan", "bundle", "predicted", "one device", "all cores", "vs one device", "vs all cores")
     return f"{format_table(header, rows)}\n\nat {rows[0][0]}, by plan {rows[0][1]}:"
 

@@ -152,9 +152,7 @@ class _TraceEvent(BaseModel):
         return self.phase == "M" and self.name == kind
 
 
-def read_trace(
-    path: Path, device_names: Sequence[str], segments: Iterable[str], plan: str = ""
-) -> tuple[Timeline, ...]:
+def read_trace(path: Path, device_names: Sequence[str], segments: Iterable[str], plan: str) -> tuple[Timeline, ...]:
     """Return the timelines of a file that `run --trace` or `bench --trace` wrote: measured, then predicted.
 
     Of a `plan` of a bundle, they are those of this plan in a trace of the bundle, or of a trace of the plan alone.

@@ -118,26 +118,17 @@ def _format_streams(manifest: Manifest) -> list[str]:
 
 def _format_sizes(manifest: Manifest) -> list[str]:
     """Return a table of the sizes that the bundle was compiled for, if there were several."""
-    if not manifest.sizes:
-        return []
-    further = f"; the figures above are those of plan 0, others are in {format_names(manifest.plans, quoted=False)}"
     count = format_count(1 + len(manifest.plans), "plan")
-    return [f"step of {count} at each size{further * bool(manifest.plans)}", format_table(*tabulate_sizes(manifest))]
+    others = "; the figures above are those of plan 0" if manifest.plans else ""
+    return [f"step of {count} at each size{others}", format_table(*tabulate_sizes(manifest))] if manifest.sizes else []
 
 
 def tabulate_sizes(manifest: Manifest) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
     """Return the header and the rows of a table: the step of each plan at each size that was compiled for."""
     plans = [f"plan {index}" for index in range(1 + len(manifest.plans))]
-    rows = (
-        (
-            item.text,
-            f"{item.weight:g}",
-            *("-" if seconds is None else format_milliseconds(seconds) for seconds in item.seconds),
-            plans[item.fastest],
-        )
-        for item in manifest.sizes
-        if item.weight
-    )
+    sizes = [item for item in manifest.sizes if item.weight]
+    steps = [["-" if step is None else format_milliseconds(step) for step in item.seconds] for item in sizes]
+    rows = ((item.text, f"{item.weight:g}", *own, plans[item.fastest]) for item, own in zip(sizes, steps))
     return ("size", "weight", *plans, "fastest"), tuple(rows)
 
 

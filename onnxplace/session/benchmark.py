@@ -187,8 +187,8 @@ def bench(
         require_writable(Path(trace), opened.path, *read)
     compiled = [item for item in opened.manifest.sizes if item.weight]
     if compiled and inputs is None and not (shape or update):
-        common = {"against": against, "repeat": repeat, "in_flight": in_flight, "seed": seed, "observer": observer}
-        common |= {"custom_op_libraries": custom_op_libraries, "session_options": session_options}
+        common: dict[str, Any] = {"against": against, "repeat": repeat, "in_flight": in_flight, "seed": seed}
+        common |= {"observer": observer, "custom_op_libraries": custom_op_libraries, "session_options": session_options}
         first, *others = (drop_derived_sizes(item.dimensions) for item in compiled)
         result = bench(opened, shape=first, trace=trace, memory=memory, **common)
         further = (bench(opened, shape=item, memory=False, **common) for item in others)
