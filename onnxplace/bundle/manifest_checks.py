@@ -19,7 +19,7 @@ from onnxplace.feeds.feeds import numpy_type
 from onnxplace.simulation.weight_streams import measure_block
 
 if TYPE_CHECKING:
-    from onnxplace.bundle.manifest import InitialRecord, InputRecord, Manifest, SegmentRecord, Step
+    from onnxplace.bundle.manifest import InitialRecord, InputRecord, Manifest, OutputRecord, SegmentRecord, Step
 
 DAMAGED_HINT = "the bundle is damaged; compile the model again"
 # Shares are rounded when they are written.
@@ -337,6 +337,7 @@ def _name_interface(manifest: Manifest) -> tuple[object, ...]:
     split = manifest.sharding.states if manifest.sharding else ()
     whole = {part: state.input for state in split for part in state.inputs}
     whole |= {part: state.output for state in split for part in state.outputs}
-    types = {(whole.get(item.name, item.name), item.dtype) for item in (*manifest.inputs, *manifest.outputs)}
+    declared: list[InputRecord | OutputRecord] = [*manifest.inputs, *manifest.outputs]
+    types = {(whole.get(item.name, item.name), item.dtype) for item in declared}
     states = {(whole.get(item.input, item.input), whole.get(item.output, item.output)) for item in manifest.states}
     return manifest.model_digest, types, states

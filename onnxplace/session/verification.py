@@ -105,7 +105,6 @@ def verify(
     file = inputs if isinstance(inputs, (str, Path)) else None
     options = {"runtime": "onnxruntime", **(session_options or {})}
     copies: tuple[CopyStatus, ...] = ()
-
     given = inputs is not None or bool(shape)
 
     def compare_plan(plan: Bundle, cores: Sequence[int]) -> list[SizeComparison]:
