@@ -311,8 +311,8 @@ def _list_stages(manifest: Manifest) -> Iterator[tuple[str, ...]]:
 
 def _iterate_tables(manifest: Manifest) -> Iterator[Table]:
     if manifest.sizes:
-        hint = "; all else is about plan 0, and `onnxplace report BUNDLE/plan1` about plan 1" if manifest.plans else ""
-        yield Table(f"Sizes that it was compiled for, with the step of each plan{hint}", *tabulate_sizes(manifest))
+        hint = "; all else is about plan 0, `onnxplace report BUNDLE/plan1` shows plan 1" if manifest.plans else ""
+        yield Table(f"Step of each plan at each size{hint}", *tabulate_sizes(manifest))
     if (sharding := manifest.sharding) is not None:
         stages = f", in each of {sharding.stages} stages" if sharding.stages > 1 else ""
         yield Table(

@@ -22,7 +22,7 @@ from onnxplace.measure.compare import Speedup, Timings, compute_speedup, open_re
 from onnxplace.measure.device_usage import DeviceUsage, DeviceUse, LinkUse, ProcessUse, StreamUse, measure_usage
 from onnxplace.measure.memory_use import Opening, measure_model_opening
 from onnxplace.measure.rate_trial import RequestStream
-from onnxplace.measure.step_inputs import StateCarrier, StepInputs, choose_step_inputs
+from onnxplace.measure.step_inputs import StateCarrier, StepInputs, choose_step_inputs, keeps_state_shapes
 from onnxplace.measure.trial import find_core_shortage, find_trial_doubt, record_trial, report_doubt
 from onnxplace.pipeline.pipeline import Observer
 from onnxplace.pipeline.registry import create_runtime
@@ -363,7 +363,9 @@ def _time_steps(
     if bundle.manifest.states:
         whole(steps.first)
         steps.learn(whole.states)
-    feeds, plans = [steps.feeds(number) for number in range(repeat + WARM_UPS)], list[int]()
+    # A prompt after a prompt is another size: states that grow begin anew at each of several sizes.
+    is_repeated, plans = bool(bundle.manifest.sizes) and not keeps_state_shapes(bundle), list[int]()
+    feeds = [steps.first if is_repeated else steps.feeds(number) for number in range(repeat + WARM_UPS)]
     with InferenceSession(bundle, max_in_flight=max(in_flight, DEFAULT_MAX_IN_FLIGHT), **options) as session:
         calls: dict[str, Callable[[Any], object]] = {
             "bundle": lambda arrays: plans.append(session.run_timed(arrays).plan),
