@@ -236,7 +236,7 @@ class Bundle:
     def is_plan(self) -> bool:
         """Return whether it is a further plan of the bundle around it, which has the hash of its manifest."""
         manifest = self.manifest
-        return manifest.link_levels > 1 or any(not link.mtime_ns for link in manifest.linked.values())
+        return manifest.link_levels > 1 or any(not link.ctime_ns for link in manifest.linked.values())
 
     @property
     def session_entries(self) -> dict[str, str]:
