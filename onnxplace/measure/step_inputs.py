@@ -42,6 +42,7 @@ class StepInputs:
         self._outputs = {item.input: output_shapes[item.output] for item in bundle.manifest.states}
         self._drawn = given is None
         self._growth: dict[str, int] = {}
+        self._later: dict[str, int] = {}
         self._output_growth: dict[str, int] = {}
         self._bundle, self._seed = bundle, seed
         states, initial = SplitStates(bundle.manifest), bundle.initial_states()
@@ -58,7 +59,6 @@ class StepInputs:
             fed = check_feeds(states.cut_feeds(given), self._inputs, strict=bundle.manifest.has_equal_sizes)
             self.first = {**initial, **fed}
             self.sizes = dimensions_of_feeds(self.first, self._inputs)
-        self._first_sizes = self.sizes
 
     def resize(self, sizes: Mapping[str, int]) -> StepInputs:
         """Return drawn inputs of other sizes; raises FeedError if there are none."""
@@ -80,16 +80,16 @@ class StepInputs:
         if number == 0 or not self._states:
             return self.first
         feeds = self.first
-        sizes = {key: size + number * self._get_growth(key) for key, size in self.sizes.items()}
-        if self._drawn and sizes != self._first_sizes:
+        sizes = {key: size + number * self._get_growth(key) for key, size in {**self.sizes, **self._later}.items()}
+        if self._drawn and sizes != self.sizes:
             inputs = [item for item in self._inputs if item.name not in self._states]
             feeds = random_feeds(inputs, sizes, self._seed)
         return {name: array for name, array in feeds.items() if name not in self._states}
 
     def switch(self, later: StepInputs) -> StepInputs:
-        """Return these drawn inputs with later steps of another size, as tokens follow a prompt; states set theirs."""
+        """Return these drawn inputs with later steps of another size, as tokens follow a prompt; states keep theirs."""
         kept = {symbol for shape in self._states.values() for symbol in shape}
-        self.sizes = {**self.sizes, **{name: size for name, size in later.sizes.items() if name not in kept}}
+        self._later = {name: size for name, size in later.sizes.items() if name not in kept}
         return self
 
     def count_state_bytes(self) -> int:
