@@ -32,7 +32,10 @@ if TYPE_CHECKING:
 @bundle_options
 @against_option
 @click.option(
-    "--steps", type=click.IntRange(1), metavar="N", help="Calls that pass states on  [default: 3 if it has states]"
+    "--steps",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Calls that pass states on  [default: 3 if it has states; 2 of several plans]",
 )
 @click.option(
     "--sizes", default=3, show_default=True, type=click.IntRange(0), metavar="N",

@@ -34,6 +34,8 @@ from onnxplace.utils.quantities import format_first, format_object
 
 # Calls that are compared for a bundle with states: each of the later ones reads states of the one before.
 STEPS_WITH_STATES = 3
+# The same for each plan of several: one is for prompts, of which a model takes few in a row.
+STEPS_OF_PLANS = 2
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,7 +87,7 @@ def verify(
         against: The model's file; by default the unsplit model in the bundle.
         inputs: Arrays by input name, or their file from numpy.savez; by default random ones.
         shape: Sizes of symbolic dimensions, {"batch": 8}.
-        steps: Calls that pass states on; by default 3 if the bundle has states.
+        steps: Calls that pass states on; by default 3 if the bundle has states, and 2 if it has plans, too.
         sizes: Number of other sizes to compare, of each dimension that neither `shape` nor `inputs` gives.
         seed: Seed of random inputs.
         custom_op_libraries: Shared libraries with operators that ONNX Runtime does not have.
@@ -99,7 +101,8 @@ def verify(
     True
     """
     opened = load(bundle.path if isinstance(bundle, Bundle) else bundle, "all")
-    count = (STEPS_WITH_STATES if opened.manifest.states else 1) if steps is None else steps
+    length = STEPS_OF_PLANS if opened.manifest.plans else STEPS_WITH_STATES
+    count = (length if opened.manifest.states else 1) if steps is None else steps
     if count < 1:
         raise UsageError("U005", f"expected 1 step or more, got {count}", where="steps", hint="leave it out")
     file = inputs if isinstance(inputs, (str, Path)) else None
@@ -132,8 +135,8 @@ def verify(
         # Then the session chooses plans, and moves states from one to another.
         known = [{}] if given else [drop_derived_sizes(item.dimensions) for item in manifest.sizes if item.weight]
         chosen = [choose_step_inputs(opened, inputs, {**item, **(shape or {})}, seed) for item in known]
-        length, is_switching = min(count, 2), bool(manifest.states) and not given
-        opening = _open_comparison(opened, against, options, cores, uses_optimisations(), length)
+        is_switching, shown = bool(manifest.states) and not given, min(count, STEPS_OF_PLANS)
+        opening = _open_comparison(opened, against, options, cores, uses_optimisations(), shown)
         with _adapt_hints(file), opening as (compare, _):
             for item in list_switches(chosen) if is_switching else chosen:
                 comparisons.append(compare_size(compare, item, item.sizes))
