@@ -339,9 +339,8 @@ class SizeRecord(Record):
     @property
     def fastest(self) -> int:
         """Return the index of the plan with the shortest step."""
-        return min(
-            range(len(self.seconds)), key=lambda plan: math.inf if (step := self.seconds[plan]) is None else step
-        )
+        steps = [math.inf if seconds is None else seconds for seconds in self.seconds]
+        return steps.index(min(steps))
 
 
 class DeviceRecord(Record):
