@@ -184,10 +184,10 @@ def _require_report(report: Path, model: Path, *inputs: Path | None, **options: 
 
 def _build_json(compiled: Compiled) -> dict[str, Any]:
     manifest = compiled.bundle.manifest
-    parts = {"model", "placer", "predicted", "trial", "repeats", "sharding", "training", "devices", "plans", "sizes"}
+    parts = {"model", "placer", "predicted", "trial", "repeats", "sharding", "training", "devices"}
     return {
         "bundle": str(compiled.bundle.path),
-        **manifest.model_dump(include=parts),
+        **manifest.model_dump(include=parts | {"plans", "sizes"}),
         "pipeline": compiled.pipeline,
         "unsure": manifest.is_unsure,
         "segments": len(manifest.segments),

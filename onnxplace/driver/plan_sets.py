@@ -9,7 +9,7 @@ session knows where one becomes faster than the other.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from onnxplace.bundle.bundle import SEGMENTS_FOLDER, Bundle
-from onnxplace.bundle.bundle_routes import list_route_devices
 from onnxplace.bundle.manifest import InputRecord, Manifest, SizeRecord
 from onnxplace.driver.join_plans import join_plans
 from onnxplace.driver.sources import SizedModel
@@ -150,7 +149,7 @@ def join_sizes(
         records += _measure_between(used, records, sized[0])
     note = _describe_choice(records[: len(sized)], len(first))
     kept = plans[first[0]]
-    diagnostics = (*_list_notes((item for index in first for item in plans[index].diagnostics), used), note)
+    diagnostics = (*_list_notes([item for index in first for item in plans[index].diagnostics], used), note)
     updates: dict[str, Any] = {"diagnostics": (*_list_notes(kept.bundle.manifest.diagnostics, used), note)}
     if len(used) == 1:
         manifest = used[0].manifest.model_copy(update={**updates, "sizes": tuple(records)})
@@ -160,9 +159,11 @@ def join_sizes(
     return replace(kept, bundle=join_plans(used, updates, records), timings=timings, diagnostics=diagnostics)
 
 
-def _list_notes(notes: Iterable[Diagnostic], bundles: Sequence[Bundle]) -> list[Diagnostic]:
+def _list_notes(notes: Sequence[Diagnostic], bundles: Sequence[Bundle]) -> list[Diagnostic]:
     """Return notes on plans, each once, without those on devices that are idle in one plan and used in another."""
-    used = {device for bundle in bundles for device in list_route_devices(bundle.manifest)}
+    working = [(item, {record.id for record in item.manifest.devices if record.nodes}) for item in bundles]
+    devices = [device for item, names in working for device in item.target.devices if device.id in names]
+    used = {name for device in devices for name in (device.id, *device.processors)}
     return [note for note in dict.fromkeys(notes) if note.code != "P010" or note.where not in used]
 
 

@@ -112,21 +112,18 @@ def _make_timeline(entries: list[_RecordedResult]) -> RequestTimeline:
 # Predict the timelines of requests, as they were submitted.
 
 
-def predict_timelines(
-    manifest: Manifest, requests: Sequence[RequestTimeline], *further: Manifest
-) -> tuple[RequestTimeline, ...]:
+def predict_timelines(manifest: Manifest, requests: Sequence[RequestTimeline]) -> tuple[RequestTimeline, ...]:
     """Return the predicted timelines of requests that are submitted at the same times, with the same routes.
 
     The events of `requests` do not matter. A predicted event is a segment that runs, a value on its way, or weights
-    that stream. Copies of the bundle do not delay each other, and neither do plans, of which there may be `further`.
+    that stream. Copies of the bundle do not delay each other.
     """
     # Which import compiled loops, and with them numba: sessions need neither.
     from onnxplace.bundle.bundle_simulation import SubmittedRequest, simulate_requests
 
-    predicted, manifests = dict[int, RequestTimeline](), (manifest, *further)
-    for plan, copy in sorted({(item.plan, item.copy) for item in requests}):
-        chosen = [index for index, item in enumerate(requests) if (item.plan, item.copy) == (plan, copy)]
-        manifest = manifests[plan]
+    predicted: dict[int, RequestTimeline] = {}
+    for copy in sorted({item.copy for item in requests}):
+        chosen = [index for index, item in enumerate(requests) if item.copy == copy]
         items = [requests[index] for index in chosen]
         submitted = [SubmittedRequest(item.submitted_seconds, item.route, item.conversation) for item in items]
         simulated = simulate_requests(manifest, submitted)

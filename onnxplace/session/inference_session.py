@@ -404,7 +404,11 @@ class InferenceSession:
             raise UsageError("U042", "this session records no trace: it was opened without trace=True", hint=hint)
         timelines = self.list_timelines()[-count:]
         plans = [(plan.manifest, read_segment_nodes(plan)) for plan in self._bundle.plans]
-        predicted = predict_timelines(plans[0][0], timelines, *(manifest for manifest, _ in plans[1:]))
+        predicted = [
+            timeline
+            for number, (manifest, _) in enumerate(plans)
+            for timeline in predict_timelines(manifest, [item for item in timelines if item.plan == number])
+        ]
         return chrome_trace(timelines, predicted, *plans[0], dict(zip(self._bundle.manifest.plans, plans[1:])))
 
     def list_timelines(self) -> tuple[RequestTimeline, ...]:

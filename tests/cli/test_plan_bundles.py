@@ -79,7 +79,10 @@ def test_compile_of_several_sizes_repeats_no_note_and_calls_no_device_idle_that_
     options = ("--devices", "cpu:0,cpu:1", "--no-trial", "-o", "a.bundle", "--json")
     result = run_cli("compile", model_file, "--shape", "batch=1", "--shape", "batch=65536", *options)
     opened = onnxplace.load("a.bundle")
-    used = {device for plan in opened.plans for device in list_route_devices(plan.manifest)}
+    used = set[str]()
+    for plan in opened.plans:
+        working = list_route_devices(plan.manifest)
+        used |= {name for item in plan.target.devices if item.id in working for name in (item.id, *item.processors)}
     for notes in (only_json(result)["diagnostics"], [vars(item) for item in opened.manifest.diagnostics]):
         texts = [json.dumps(note, sort_keys=True) for note in notes]
         assert len(texts) == len(set(texts))
