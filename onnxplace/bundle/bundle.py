@@ -223,8 +223,7 @@ class Bundle:
     def link_root(self) -> Path:
         """Return the folder below which the paths of linked weights begin; raises BundleError for one too far above."""
         if self.manifest.link_levels > 1 and not (self._root.parent / MANIFEST_FILE).is_file():
-            message = "its weights are beside the bundle around it, and it is in none"
-            raise BundleError("N002", message, where=str(self.path), hint="open the plan where it was compiled")
+            raise BundleError("N002", "this plan is not in its bundle", where=str(self.path), hint=UNTRUSTED_HINT)
         return self._root.parents[self.manifest.link_levels - 1]
 
     @cached_property

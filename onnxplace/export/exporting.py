@@ -124,9 +124,7 @@ def note_plans(manifest: Manifest, to: str) -> tuple[Diagnostic, ...]:
     if not manifest.plans:
         return ()
     message = f"the export has plan 0 only, without {format_names(manifest.plans, quoted=False)}, for other sizes"
-    return (
-        Diagnostic("I001", message, where=to, hint=f"name the plan to export another one: BUNDLE/{manifest.plans[0]}"),
-    )
+    return (Diagnostic("I001", message, where=to, hint="export another plan by its folder, BUNDLE/plan1"),)
 
 
 def require_one_host(manifest: Manifest, to: str) -> None:

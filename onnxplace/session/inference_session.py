@@ -404,11 +404,8 @@ class InferenceSession:
             raise UsageError("U042", "this session records no trace: it was opened without trace=True", hint=hint)
         timelines = self.list_timelines()[-count:]
         plans = [(plan.manifest, read_segment_nodes(plan)) for plan in self._bundle.plans]
-        predicted = [
-            timeline
-            for number, (manifest, _) in enumerate(plans)
-            for timeline in predict_timelines(manifest, [item for item in timelines if item.plan == number])
-        ]
+        by_plan = [[item for item in timelines if item.plan == number] for number in range(len(plans))]
+        predicted = [item for (manifest, _), own in zip(plans, by_plan) for item in predict_timelines(manifest, own)]
         return chrome_trace(timelines, predicted, *plans[0], dict(zip(self._bundle.manifest.plans, plans[1:])))
 
     def list_timelines(self) -> tuple[RequestTimeline, ...]:

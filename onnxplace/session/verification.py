@@ -138,9 +138,8 @@ def verify(
         is_switching, shown = bool(manifest.states) and not given, min(count, STEPS_OF_PLANS)
         opening = _open_comparison(opened, against, options, cores, uses_optimisations(), shown)
         with _adapt_hints(file), opening as (compare, _):
-            for item in list_switches(chosen) if is_switching else chosen:
-                comparisons.append(compare_size(compare, item, item.sizes))
-        return tuple(comparisons)
+            runs = list_switches(chosen) if is_switching else chosen
+            return (*comparisons, *(compare_size(compare, item, item.sizes) for item in runs))
 
     with use_custom_operators(custom_op_libraries):
         comparisons, optimised, explanation = compare_on(available_cores()), True, None

@@ -107,7 +107,7 @@ def test_the_weights_of_a_plan_are_not_read_from_above_a_bundle_that_is_not_ther
     shutil.copy(bundle / "segments" / "weights.bin", tmp_path / "segments")
     edit(alone / MANIFEST_FILE, lambda data: data.update(link_levels=2))
     edit(alone / MANIFEST_FILE, lambda data: data["linked"].update(describe(tmp_path, "segments/weights.bin")))
-    assert_refused(run_cli, alone, "error[N002]", "its weights are beside the bundle around it, and it is in none")
+    assert_refused(run_cli, alone, "error[N002]", "this plan is not in its bundle")
 
 
 def test_a_plan_that_was_taken_out_of_its_bundle_says_what_is_missing(run_cli, bundle, tmp_path):
