@@ -132,10 +132,9 @@ def _format_sizes(results: Sequence[Benchmark]) -> str:
     for item in results:
         sizes = ",".join(f"{name}={size}" for name, size in item.dimensions.items())
         medians = [times.median_seconds for times in (item.bundle, item.one_device, item.model)]
-        times = (
-            _format(format_milliseconds, seconds) for seconds in (medians[0], item.predicted_seconds, *medians[1:])
-        )
-        rows.append((sizes, str(item.plan), *times, *(f"{median / medians[0]:.2f}x" for median in medians[1:])))
+        times = map(format_milliseconds, medians)
+        columns = next(times), _format(format_milliseconds, item.predicted_seconds), *times
+        rows.append((sizes, str(item.plan), *columns, *(f"{median / medians[0]:.2f}x" for median in medians[1:])))
     header = ("size", "plan", "bundle", "predicted", "one device", "all cores", "vs one device", "vs all cores")
     return f"{format_table(header, rows)}\n\nat {rows[0][0]}, by plan {rows[0][1]}:"
 

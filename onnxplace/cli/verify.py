@@ -32,11 +32,9 @@ if TYPE_CHECKING:
 @bundle_options
 @against_option
 @click.option(
-    "--steps",
-    type=click.IntRange(1),
-    metavar="N",
-    help="Calls that pass states on  [default: 3 if it has states; 2 of several plans]",
-)
+    "--steps", type=click.IntRange(1), metavar="N",
+    help="Calls that pass states on  [default: 3 if it has states, 2 if it has plans, too]",
+)  # fmt: skip
 @click.option(
     "--sizes", default=3, show_default=True, type=click.IntRange(0), metavar="N",
     help="Other sizes to compare, of each symbolic dimension that neither --shape nor --inputs gives.",
@@ -55,8 +53,7 @@ def verify(bundle: Path, shape: str, json_: bool, **options: Any) -> None:
         if json_:
             outputs = [vars(item) for item in result.outputs]
             tried = [
-                {"sizes": dict(item.sizes), "result": item.result, "message": item.message}
-                | ({} if item.plan is None else {"plan": item.plan})
+                {"sizes": dict(item.sizes), "result": item.result, "message": item.message, "plan": item.plan}
                 for item in result.sizes
             ]
             counts = {"steps": result.steps, "optimised": result.optimised, "precisions": result.precisions}
