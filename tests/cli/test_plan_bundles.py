@@ -14,6 +14,7 @@ from onnxplace.bundle.bundle import MANIFEST_FILE
 from onnxplace.bundle.bundle_routes import list_route_devices
 from onnxplace.measure.step_inputs import choose_step_inputs, list_switches
 from onnxplace.reports.text import compile_summary
+from tests.support.chains import cached_decoder
 from tests.support.commands import only_json
 from tests.support.decoders import optimum_decoder
 from tests.support.plan_bundles import edit, make_plan_bundle, replace_plan_file
@@ -191,6 +192,24 @@ def test_verify_of_a_decoder_goes_from_the_prompt_to_tokens(run_cli, made_decode
     result = onnxplace.verify(made_decoder, sizes=0)
     assert len(result.sizes[-1].steps) == 2
     assert {output.name for output in result.outputs} >= {"logits", "present.0.key"}
+
+
+def test_verify_compares_plans_whose_states_are_split_and_whole(tmp_path, run_cli):
+    sizes = ({"seq": 1, "past": 8}, {"seq": 4, "past": 0})
+    second = "optimize,profile{estimate=true},shard{ways=2,weights=least},coplace,fuse,m-etf,split,emit"
+    bundle = make_plan_bundle(tmp_path, cached_decoder(), sizes, second, state={"present": "past"})
+    (state,) = bundle.plans[1].manifest.sharding.states
+    result = onnxplace.verify(bundle, sizes=1)
+    assert result.equal
+    assert {output.name for output in result.outputs} == {"y", "present", *state.outputs}
+    segment = next(item for item in bundle.plans[1].manifest.segments if state.outputs[1] in item.outputs).file
+    model = onnx.load(bundle.path / "plan1" / segment, load_external_data=False)
+    for node in model.graph.node:
+        node.op_type = {"Softmax": "LogSoftmax"}.get(node.op_type, node.op_type)
+    replace_plan_file(bundle.path, segment, model.SerializeToString())
+    result = run_cli("verify", bundle.path, "--sizes", "0")
+    assert (result.code, result.err) == (1, "")
+    assert "by plan 1" in next(line for line in result.out.splitlines() if line.startswith("DIFFERS"))
 
 
 def test_the_second_step_of_a_conversation_has_the_size_of_a_token_and_the_mask_of_both(made_decoder):

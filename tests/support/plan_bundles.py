@@ -24,16 +24,20 @@ def make_plan_bundle(
     folder: Path,
     model: onnx.ModelProto | None = None,
     sizes: Sequence[Mapping[str, int]] = BRANCH_SIZES,
+    second: str = FAST_PIPELINE,
     **options: Any,
 ) -> Bundle:
-    """Return a bundle of a model, by default of two branches, with plans for two sizes; further ones are between."""
+    """Return a bundle of a model, by default of two branches, with plans for two sizes; further ones are between.
+
+    The pipeline of the second plan is `second`.
+    """
     file = folder / "model.onnx"
     onnx.save(model or branches(), file)
     bundles = [
         onnxplace.compile(
             file, folder / name, devices="cpu:0,cpu:1", shape=size, pipeline=pipeline, trial=False, **options
         )
-        for name, size, pipeline in zip(("planned.bundle", "other"), sizes, (ONE_DEVICE, FAST_PIPELINE))
+        for name, size, pipeline in zip(("planned.bundle", "other"), sizes, (ONE_DEVICE, second))
     ]
     records = [
         SizeRecord(dimensions=dict(size), seconds=seconds, weight=weight)
