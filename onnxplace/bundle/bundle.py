@@ -39,7 +39,7 @@ from onnxplace.bundle.manifest import (
     StateRecord,
     ValueRecord,
 )
-from onnxplace.bundle.manifest_checks import DAMAGED_HINT, check_manifest
+from onnxplace.bundle.manifest_checks import DAMAGED_HINT, check_manifest, check_plans
 from onnxplace.errors import BundleError, InputError, TargetError, UsageError, format_count, format_names
 from onnxplace.feeds.feeds import Array, Declared, numpy_type
 from onnxplace.feeds.synthetic import zero_feeds
@@ -172,6 +172,8 @@ class Bundle:
                     "N002", f"expected {name!r} among the files of the manifest", where=str(path / MANIFEST_FILE)
                 )
         check_manifest(manifest, path / MANIFEST_FILE)
+        # Only read here, as a plan may link to itself.
+        check_plans(manifest, [_read_manifest(bundle.file(name)) for name in manifest.plans], path / MANIFEST_FILE)
         return bundle
 
     def file(self, name: str) -> Path:
@@ -198,7 +200,7 @@ class Bundle:
 
     def linked_file(self, name: str) -> Path:
         """Return the path of a linked weights file; raises BundleError if the name leads elsewhere."""
-        return self._resolve_inside(self._link_root, name, "the folder that contains the bundle")
+        return self._resolve_inside(self.link_root, name, "the folder that contains the bundle")
 
     def _resolve_inside(self, folder: Path, name: str, folder_text: str) -> Path:
         # By os.path: methods of Path take three times as long, a quarter of the time to open many small segments.
@@ -218,7 +220,10 @@ class Bundle:
         return self.path.resolve()
 
     @property
-    def _link_root(self) -> Path:
+    def link_root(self) -> Path:
+        """Return the folder below which the paths of linked weights begin; raises BundleError for one too far above."""
+        if self.manifest.link_levels > 1 and not (self._root.parent / MANIFEST_FILE).is_file():
+            raise BundleError("N002", "this plan is not in its bundle", where=str(self.path), hint=UNTRUSTED_HINT)
         return self._root.parents[self.manifest.link_levels - 1]
 
     @cached_property
@@ -227,9 +232,15 @@ class Bundle:
         return (self, *(Bundle.open(self.file(name)) for name in self.manifest.plans))
 
     @property
+    def is_plan(self) -> bool:
+        """Return whether it is a further plan of the bundle around it, which has the hash of its manifest."""
+        manifest = self.manifest
+        return manifest.link_levels > 1 or any(not link.ctime_ns for link in manifest.linked.values())
+
+    @property
     def session_entries(self) -> dict[str, str]:
         """Return the session options by which ONNX Runtime finds linked weights."""
-        return external_data_options(self._link_root) if self.manifest.linked else {}
+        return external_data_options(self.link_root) if self.manifest.linked else {}
 
     @property
     def target(self) -> Target:

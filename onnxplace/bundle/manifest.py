@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from onnxplace.errors import Diagnostic
-from onnxplace.feeds.dimensions import MAX_DIMENSION, MAX_RANK
+from onnxplace.feeds.dimensions import MAX_DIMENSION, MAX_RANK, drop_derived_sizes
 from onnxplace.model_metadata import ModelMetadata, TrainingStep
 from onnxplace.target.target import Device, Link, LinkModel, Pool, Shared, Target
 
@@ -329,6 +330,17 @@ class SizeRecord(Record):
     """Step of each plan, the bundle's own first; measured if there was a trial, None if it does not take the size."""
     weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0
     """How often it is, next to others that were compiled for; 0 for a size between them."""
+
+    @property
+    def text(self) -> str:
+        """Return the sizes as `--shape` takes them, without those that follow from others."""
+        return ",".join(f"{name}={size}" for name, size in drop_derived_sizes(self.dimensions).items())
+
+    @property
+    def fastest(self) -> int:
+        """Return the index of the plan with the shortest step."""
+        steps = [math.inf if seconds is None else seconds for seconds in self.seconds]
+        return steps.index(min(steps))
 
 
 class DeviceRecord(Record):

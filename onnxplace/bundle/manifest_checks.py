@@ -8,7 +8,7 @@ network): the check holds for any runtime.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ from onnxplace.feeds.feeds import numpy_type
 from onnxplace.simulation.weight_streams import measure_block
 
 if TYPE_CHECKING:
-    from onnxplace.bundle.manifest import InitialRecord, InputRecord, Manifest, SegmentRecord, Step
+    from onnxplace.bundle.manifest import InitialRecord, InputRecord, Manifest, OutputRecord, SegmentRecord, Step
 
 DAMAGED_HINT = "the bundle is damaged; compile the model again"
 # Shares are rounded when they are written.
@@ -30,9 +30,17 @@ def check_manifest(manifest: Manifest, where: Path) -> None:
     """Raise BundleError for the first fault: N002 if nothing could run, N002 if a part does not fit another."""
     check_programs(manifest, where)
     check_routes(manifest, where)
-    faults = (list_split_faults, _list_initial_faults, _list_stream_faults, _list_batching_faults)
+    faults = (list_split_faults, _list_initial_faults, _list_stream_faults, _list_batching_faults, _list_size_faults)
     for fault in chain.from_iterable(list_faults(manifest) for list_faults in faults):
         raise BundleError("N002", fault, where=str(where), hint=DAMAGED_HINT)
+
+
+def check_plans(manifest: Manifest, plans: Sequence[Manifest], where: Path) -> None:
+    """Raise BundleError unless a bundle's further plans are of its model, and have no plans themselves."""
+    for name, plan in zip(manifest.plans, plans):
+        if plan.plans or _name_interface(plan) != _name_interface(manifest):
+            fault = "it has plans of its own, or another model, inputs, outputs or states"
+            raise BundleError("N002", fault, where=f"{where}, plan {name}", hint=DAMAGED_HINT)
 
 
 def check_programs(manifest: Manifest, where: Path) -> None:
@@ -309,3 +317,27 @@ def _list_batching_faults(manifest: Manifest) -> Iterator[str]:
             yield f"{begin}: input {name!r} has no symbolic axis {axis}"
     for name in record.outputs.keys() - {item.name for item in manifest.outputs}:  # declared shapes may be wrong
         yield f"{begin}: there is no output {name!r}"
+
+
+# ---------------------------------------------------------------------------------------------------------------- plans
+
+
+def _list_size_faults(manifest: Manifest) -> Iterator[str]:
+    """Name plans that are not folders as the compiler names them, and sizes that do not fit the plans."""
+    count = 1 + len(manifest.plans)
+    if manifest.plans != tuple(f"plan{number}" for number in range(1, count)):
+        yield f"its plans are {_join(manifest.plans)}, expected plan1, plan2 and so on"
+    for item in manifest.sizes:
+        if len(item.seconds) != count or not any(seconds is not None for seconds in item.seconds):
+            yield f"expected a step of each plan, {count} in all, at {item.dimensions}, got {list(item.seconds)}"
+
+
+def _name_interface(manifest: Manifest) -> tuple[object, ...]:
+    """Return the model, the types of its inputs and outputs, and its states, by the names that callers use."""
+    split = manifest.sharding.states if manifest.sharding else ()
+    whole = {part: state.input for state in split for part in state.inputs}
+    whole |= {part: state.output for state in split for part in state.outputs}
+    declared: list[InputRecord | OutputRecord] = [*manifest.inputs, *manifest.outputs]
+    types = {(whole.get(item.name, item.name), item.dtype) for item in declared}
+    states = {(whole.get(item.input, item.input), whole.get(item.output, item.output)) for item in manifest.states}
+    return manifest.model_digest, types, states

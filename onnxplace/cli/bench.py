@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     "--min-speedup",
     type=FiniteNumber(min=0),
     metavar="S",
-    help="Exit 1 if the bundle is less than S times as fast as one session with all cores.",
+    help="Exit 1 if the bundle is less than S times as fast as one session with all cores, at any size.",
 )
 def bench(
     bundle: Path,
@@ -70,9 +70,10 @@ def bench(
 ) -> None:
     """Compare predictions for BUNDLE with measurements: steps, devices, links, memory.
 
-    The bundle, one session with all cores, and one session with the cores of a single device take turns. All carry
-    states on, plain sessions as arrays. Then a few traced steps show busy times and transfers. Separate processes show
-    the peak memory of each device, and what opening takes, with the runtime onnxruntime only.
+    The bundle, one session with all cores, and one session with the cores of a single device take turns, at each size
+    that BUNDLE was compiled for. All carry states on, plain sessions as arrays. Then a few traced steps show busy times
+    and transfers. Separate processes show the peak memory of each device, and what opening takes, with the runtime
+    onnxruntime only.
     """
     from onnxplace.session.benchmark import bench as measure
     from onnxplace.session.inference_session import load
@@ -91,10 +92,10 @@ def bench(
         if json_:
             print_json(_build_json(result))
         else:
-            print_text(_format_summary(opened, result, in_flight))
+            print_text(_format_summary(opened.plans[result.plan], result, in_flight))
     print_notes(result.diagnostics)
     note_left_out_copies(result.copies)
-    ratio = result.speedup.ratio
+    ratio = min((item.speedup.ratio for item in result.sizes), default=result.speedup.ratio)
     if min_speedup is not None and not ratio >= min_speedup:
         print_aside(f"the bundle is {ratio:.3f} times as fast as one session, expected at least {min_speedup}")
         raise SystemExit(1)
@@ -105,8 +106,8 @@ def bench(
 
 def _build_json(result: Benchmark) -> dict[str, Any]:
     """Return the figures without those that were not asked for; notes are on stderr."""
-    optional = ("in_flight", "requests_per_second", "streams", "copies", "opening", "diagnostics")
-    figures = {**asdict(result), "diagnostics": None}
+    optional = ("in_flight", "requests_per_second", "streams", "copies", "opening", "diagnostics", "sizes")
+    figures = {**asdict(result), "diagnostics": None, "sizes": list(map(_build_json, result.sizes))}
     return {key: value for key, value in figures.items() if value or key not in optional}
 
 
@@ -121,7 +122,21 @@ def _format_summary(bundle: Bundle, result: Benchmark, in_flight: int) -> str:
     tables += [_format_streams(result.streams)] if result.streams else []
     tables += [_format_openings(result.opening)] if result.opening else []
     tables += [_format_comparison(result.timeline, in_flight)] if result.timeline else []
-    return "\n\n".join([steps, _format_devices(result), *tables, f"verdict: {result.verdict}"])
+    sizes = [_format_sizes(result.sizes)] if result.sizes else []
+    return "\n\n".join([*sizes, steps, _format_devices(result), *tables, f"verdict: {result.verdict}"])
+
+
+def _format_sizes(results: Sequence[Benchmark]) -> str:
+    """Return a table with a step of the bundle at each size, and what the other tables are about."""
+    rows = []
+    for item in results:
+        sizes = ",".join(f"{name}={size}" for name, size in item.dimensions.items())
+        medians = [times.median_seconds for times in (item.bundle, item.one_device, item.model)]
+        times = map(format_milliseconds, medians)
+        columns = next(times), _format(format_milliseconds, item.predicted_seconds), *times
+        rows.append((sizes, str(item.plan), *columns, *(f"{median / medians[0]:.2f}x" for median in medians[1:])))
+    header = ("size", "plan", "bundle", "predicted", "one device", "all cores", "vs one device", "vs all cores")
+    return f"{format_table(header, rows)}\n\nat {rows[0][0]}, by plan {rows[0][1]}:"
 
 
 def _format_steps(bundle: Bundle, result: Benchmark) -> str:

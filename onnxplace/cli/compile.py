@@ -187,7 +187,7 @@ def _build_json(compiled: Compiled) -> dict[str, Any]:
     parts = {"model", "placer", "predicted", "trial", "repeats", "sharding", "training", "devices"}
     return {
         "bundle": str(compiled.bundle.path),
-        **manifest.model_dump(include=parts),
+        **manifest.model_dump(include=parts | {"plans", "sizes"}),
         "pipeline": compiled.pipeline,
         "unsure": manifest.is_unsure,
         "segments": len(manifest.segments),

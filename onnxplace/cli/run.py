@@ -78,12 +78,14 @@ def run(
     described = {name: _describe_value(value) for name, value in values.items()}
     if json_:
         timing = {"runtime": runtime, "seconds": seconds, "runs": repeat}
-        further = {"copies": [asdict(copy) for copy in copies]} if copies else {}
+        further: dict[str, Any] = {"copies": [asdict(copy) for copy in copies]} if copies else {}
+        further |= {"plan": result.plan} if opened.manifest.plans else {}
         print_json({"bundle": str(bundle), **timing, "outputs": described, **further})
     else:
         for name, entry in described.items():
             print_text(f"{format_name(name)}  {entry['dtype']} {entry['shape']}")
-        print_text(_format_seconds(seconds, runtime, repeat))
+        plan = f", the first by plan {result.plan}" if opened.manifest.plans else ""
+        print_text(_format_seconds(seconds, runtime, repeat) + plan)
     note_core_shortage(opened, runtime)
     note_left_out_copies(copies)
 

@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 @bundle_options
 @against_option
 @click.option(
-    "--steps", type=click.IntRange(1), metavar="N", help="Calls that pass states on  [default: 3 if it has states]"
-)
+    "--steps", type=click.IntRange(1), metavar="N",
+    help="Calls that pass states on  [default: 3 if it has states, 2 if it has plans, too]",
+)  # fmt: skip
 @click.option(
     "--sizes", default=3, show_default=True, type=click.IntRange(0), metavar="N",
     help="Other sizes to compare, of each symbolic dimension that neither --shape nor --inputs gives.",
@@ -52,7 +53,8 @@ def verify(bundle: Path, shape: str, json_: bool, **options: Any) -> None:
         if json_:
             outputs = [vars(item) for item in result.outputs]
             tried = [
-                {"sizes": dict(item.sizes), "result": item.result, "message": item.message} for item in result.sizes
+                {"sizes": dict(item.sizes), "result": item.result, "message": item.message, "plan": item.plan}
+                for item in result.sizes
             ]
             counts = {"steps": result.steps, "optimised": result.optimised, "precisions": result.precisions}
             counts |= {"explanation": result.explanation and vars(result.explanation)}
@@ -66,11 +68,11 @@ def verify(bundle: Path, shape: str, json_: bool, **options: Any) -> None:
 
 def _print_differences(result: Verification) -> None:
     """Print the differences of each output, and the way they were compared."""
-    for index, item in enumerate(result.outputs):
+    for item in result.outputs:
         is_drawn = item.random_nodes or math.isinf(item.own_error)
         verdict = "DIFFERS" if not item.equal else "random" if is_drawn else "equal "
         tolerance = f", allowed is {item.tolerance:g}, as {item.tolerance_type} is the coarsest type on the way to it"
-        place = "" if item.equal else tolerance * bool(item.tolerance) + _find_first(result.sizes, index)
+        place = "" if item.equal else tolerance * bool(item.tolerance) + _find_first(result.sizes, item.name)
         print_text(f"{verdict} {format_name(item.name)}  {_format_error(item)}{place}")
     if result.explanation:
         print_text(f"{result.explanation.message}\nhint: {result.explanation.hint}")
@@ -87,13 +89,13 @@ def _print_differences(result: Verification) -> None:
         )
 
 
-def _find_first(comparisons: Sequence[SizeComparison], index: int) -> str:
+def _find_first(comparisons: Sequence[SizeComparison], name: str) -> str:
     """Return where an output differs first, among several sizes or steps."""
     unequal = (
         [f"with {item.text}"] * (len(comparisons) > 1) + [f"in step {number}"] * (len(item.steps) > 1)
         for item in comparisons
         for number, step in enumerate(item.steps, 1)
-        if not step[index].equal
+        if not all(output.equal for output in step if output.name == name)
     )
     words = " ".join(next(unequal))
     return f", first {words}" if words else ""

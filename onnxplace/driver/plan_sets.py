@@ -147,16 +147,24 @@ def join_sizes(
     records = [_record(item.model.dimensions, steps[first, index], item.weight) for index, item in enumerate(sized)]
     if measures and len(used) > 1:
         records += _measure_between(used, records, sized[0])
-    notes = dict.fromkeys(note for item in compiled for note in item.diagnostics)
     note = _describe_choice(records[: len(sized)], len(first))
-    kept, diagnostics = plans[first[0]], (*notes, note)
-    updates: dict[str, Any] = {"diagnostics": (*kept.bundle.manifest.diagnostics, note)}
+    kept = plans[first[0]]
+    diagnostics = (*_list_notes([item for index in first for item in plans[index].diagnostics], used), note)
+    updates: dict[str, Any] = {"diagnostics": (*_list_notes(kept.bundle.manifest.diagnostics, used), note)}
     if len(used) == 1:
         manifest = used[0].manifest.model_copy(update={**updates, "sizes": tuple(records)})
         return replace(kept, bundle=replace_manifest(used[0], manifest), diagnostics=diagnostics)
     updates["inputs"] = _merge_inputs([item.manifest for item in used])
     timings = tuple(timing for item in compiled for timing in item.timings)
     return replace(kept, bundle=join_plans(used, updates, records), timings=timings, diagnostics=diagnostics)
+
+
+def _list_notes(notes: Sequence[Diagnostic], bundles: Sequence[Bundle]) -> list[Diagnostic]:
+    """Return notes on plans, each once, without those on devices that are idle in one plan and used in another."""
+    working = [(item, {record.id for record in item.manifest.devices if record.nodes}) for item in bundles]
+    devices = [device for item, names in working for device in item.target.devices if device.id in names]
+    used = {name for device in devices for name in (device.id, *device.processors)}
+    return [note for note in dict.fromkeys(notes) if note.code != "P010" or note.where not in used]
 
 
 def _identify(bundle: Bundle) -> tuple[object, ...]:
@@ -222,7 +230,7 @@ def _measure_between(bundles: Sequence[Bundle], records: Sequence[SizeRecord], s
     ordered = sorted(records, key=lambda item: min(filter(None, item.seconds), default=0.0))
     for low, high in pairwise(ordered):
         for _ in range(MAX_HALVINGS if None not in (*low.seconds, *high.seconds) else 0):
-            if _find_fastest(low) == _find_fastest(high):
+            if low.fastest == high.fastest:
                 break
             middle = find_middle(low.dimensions, high.dimensions)
             if middle in (low.dimensions, high.dimensions):
@@ -231,14 +239,10 @@ def _measure_between(bundles: Sequence[Bundle], records: Sequence[SizeRecord], s
                 model = bind(sized.model, middle, {})
                 record = _record(model.dimensions, _measure(bundles, model.feeds(0)))
                 found.append(record)
-                low, high = (record, high) if _find_fastest(record) == _find_fastest(low) else (low, record)
+                low, high = (record, high) if record.fastest == low.fastest else (low, record)
                 continue
             break
     return found
-
-
-def _find_fastest(record: SizeRecord) -> int:
-    return int(np.argmin([math.inf if step is None else step for step in record.seconds]))
 
 
 def find_middle(low: Mapping[str, int], high: Mapping[str, int]) -> dict[str, int]:
@@ -271,11 +275,9 @@ def _describe_choice(records: Sequence[SizeRecord], count: int) -> Diagnostic:
     """Return the note on the plans that were chosen, and their steps at each size."""
     texts = []
     for record in records:
-        sizes = ", ".join(f"{name}={size}" for name, size in drop_derived_sizes(record.dimensions).items())
-        steps = [math.inf if step is None else step for step in record.seconds]
-        best = int(np.argmin(steps))
-        others = [format_milliseconds(step) for index, step in enumerate(steps) if index != best and step < math.inf]
-        by = f" by plan {best + 1}" if count > 1 else ""
-        texts.append(f"{sizes}: {format_milliseconds(steps[best])}{by}" + (f" ({', '.join(others)})" if others else ""))
+        steps = ["-" if step is None else format_milliseconds(step) for step in record.seconds]
+        best = steps.pop(record.fastest)
+        by = f" by plan {record.fastest}" if count > 1 else ""
+        texts.append(f"{record.text}: {best}{by}" + (f" ({', '.join(steps)})" if steps else ""))
     what = "one plan" if count == 1 else f"{count} plans"
     return Diagnostic("P047", f"{what} for {len(records)} sizes: {'; '.join(texts)}", where="--shape")

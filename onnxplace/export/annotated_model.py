@@ -15,7 +15,7 @@ from onnx import DeviceConfigurationProto, ModelProto, TensorProto
 from onnxplace.bundle.bundle_simulation import order_segments
 from onnxplace.bundle.manifest import Manifest
 from onnxplace.errors import Diagnostic
-from onnxplace.export.exporting import note_routes
+from onnxplace.export.exporting import note_plans, note_routes
 from onnxplace.export.merging import build_whole_model, collect_initializers
 from onnxplace.export.segment_models import BundleModels, list_producers
 from onnxplace.model.device_metadata import DEVICE_KEY
@@ -50,7 +50,7 @@ def write_annotated_model(models: BundleModels, folder: Path) -> tuple[Diagnosti
     else:
         proto = build(None)
     (folder / MODEL_FILE).write_bytes(proto.SerializeToString())
-    notes = note_routes(models.manifest, "onnx-metadata")
+    notes = note_routes(models.manifest, "onnx-metadata") + note_plans(models.manifest, "onnx-metadata")
     if models.manifest.sharding is None or with_layouts:
         return notes
     message = "operators are split over devices: the model has a node for each part, on one device each"

@@ -119,6 +119,14 @@ def note_routes(manifest: Manifest, to: str) -> tuple[Diagnostic, ...]:
     return (Diagnostic("I001", message, where=to, hint="start the exported program once for each copy"),)
 
 
+def note_plans(manifest: Manifest, to: str) -> tuple[Diagnostic, ...]:
+    """Return the note that plans for other sizes are left out, if there are any."""
+    if not manifest.plans:
+        return ()
+    message = f"the export has plan 0 only, without {format_names(manifest.plans, quoted=False)}, for other sizes"
+    return (Diagnostic("I001", message, where=to, hint="export another plan by its folder, BUNDLE/plan1"),)
+
+
 def require_one_host(manifest: Manifest, to: str) -> None:
     """Raise InputError for a bundle of several hosts."""
     hosts = [device.host for device in manifest.target.target().devices if device.host]

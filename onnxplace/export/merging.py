@@ -13,6 +13,7 @@ from onnx import GraphProto, ModelProto, NodeProto, StringStringEntryProto, Tens
 from onnxplace.bundle.bundle import Bundle
 from onnxplace.bundle.manifest import Manifest
 from onnxplace.errors import Diagnostic, UsageError, format_count
+from onnxplace.export.exporting import note_plans
 from onnxplace.export.segment_models import BundleModels, SegmentModel, describe_values
 from onnxplace.model.model import MAX_INLINE_BYTES
 from onnxplace.model.tensors import tensor_size
@@ -77,7 +78,7 @@ def merge_bundle(
         nodes=node_count,
         segments=len(models.segments),
         weights_bytes=weights_bytes,
-        diagnostics=tuple(note_changes(opened.manifest, path)),
+        diagnostics=(*note_changes(opened.manifest, path), *note_plans(opened.manifest, format_path(path))),
     )
 
 

@@ -41,8 +41,7 @@ class BundleModels:
     @property
     def weights_folder(self) -> Path:
         """Return the folder to which the locations of external weights are relative."""
-        root = self.bundle.path.resolve()
-        return root.parent if self.manifest.linked else root / SEGMENTS_FOLDER
+        return self.bundle.link_root if self.manifest.linked else self.bundle.path.resolve() / SEGMENTS_FOLDER
 
     @cached_property
     def segments(self) -> tuple[SegmentModel, ...]:

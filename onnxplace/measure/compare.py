@@ -203,10 +203,11 @@ def find_bundle_lineages(bundle: Bundle) -> dict[str, Lineage]:
     return {name: lineage | device_types if lineage.types else lineage for name, lineage in lineages.items()}
 
 
-def list_precisions(bundle: Bundle) -> dict[str, str]:
+def list_precisions(*bundles: Bundle) -> dict[str, str]:
     """Return the precision of each device that computes, by its name, the least precise first."""
-    used = list_route_devices(bundle.manifest)
-    precisions = {device.id: find_precision(device) for device in bundle.target.devices if device.id in used}
+    used = {device for bundle in bundles for device in list_route_devices(bundle.manifest)}
+    devices = [device for bundle in bundles for device in bundle.target.devices]
+    precisions = {device.id: find_precision(device) for device in devices if device.id in used}
     return dict(sorted(precisions.items(), key=lambda item: -PRECISIONS.index(item[1])))
 
 

@@ -62,6 +62,8 @@ class SizeComparison:
     refused_by: Literal["", "bundle", "model"] = ""
     message: str = ""
     """The error of the one that refuses them."""
+    plan: int | None = None
+    """Index of the plan that ran, of several; None for a session, which chooses one for each request."""
 
     @property
     def result(self) -> Literal["equal", "differs", "refused", "skipped"]:
@@ -77,8 +79,9 @@ class SizeComparison:
 
     @property
     def text(self) -> str:
-        """Return the sizes as `--shape` takes them; of many, the first ones."""
-        return format_names((f"{name}={size}" for name, size in self.sizes.items()), quoted=False)
+        """Return the sizes as `--shape` takes them, of many the first ones, and the plan, if there are several."""
+        sizes = format_names((f"{name}={size}" for name, size in self.sizes.items()), quoted=False)
+        return sizes if self.plan is None else f"{sizes or 'fixed sizes'} by plan {self.plan}"
 
 
 def compare_other_sizes(
@@ -98,7 +101,7 @@ def compare_other_sizes(
         changed = [name for name in missing if sizes[name] != steps.sizes[name]]
         if all(missing[name] <= 0 for name in changed):
             continue
-        comparison = _compare(compare, steps, sizes)
+        comparison = compare_size(compare, steps, sizes)
         yield comparison
         for name in changed if comparison.refused_by != "model" else ():
             missing[name] -= 1
@@ -130,10 +133,11 @@ def list_other_sizes(sizes: Mapping[str, int], names: Iterable[str]) -> list[dic
     return list({tuple(other.values()): other for other in others}.values())
 
 
-def _compare(compare: Compare, steps: StepInputs, sizes: Mapping[str, int]) -> SizeComparison:
+def compare_size(compare: Compare, steps: StepInputs, sizes: Mapping[str, int]) -> SizeComparison:
+    """Return the comparison at one choice of sizes, which the model or the bundle may refuse."""
     inputs = None
     try:
-        inputs = steps.resize(sizes)
+        inputs = steps if sizes == steps.sizes else steps.resize(sizes)
         return SizeComparison(sizes, compare(inputs))
     except (ExecutionError, FeedError, ModelError) as problem:
         # Inputs of these sizes cannot be drawn if they do not fit into memory, or an expression has no such value.
@@ -190,7 +194,7 @@ def compare_at_another_size(bundle: Bundle) -> tuple[str, ...]:
                     break
         if tried and tried[-1].result == "differs" and may_be_rounding(bundle, tried[-1:]):
             with compare_in_child(partial(_open_trial, bundle.path, False), bundle.path, None) as compare:
-                tried.append(_compare(compare, first, tried[-1].sizes))
+                tried.append(compare_size(compare, first, tried[-1].sizes))
     if tried and tried[-1].result == "differs":
         last = tried[-1]
         cause = find_cause(bundle, None, first.resize(last.sizes), last.steps)

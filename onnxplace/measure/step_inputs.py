@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +42,7 @@ class StepInputs:
         self._outputs = {item.input: output_shapes[item.output] for item in bundle.manifest.states}
         self._drawn = given is None
         self._growth: dict[str, int] = {}
+        self._later: dict[str, int] = {}
         self._output_growth: dict[str, int] = {}
         self._bundle, self._seed = bundle, seed
         states, initial = SplitStates(bundle.manifest), bundle.initial_states()
@@ -79,11 +80,21 @@ class StepInputs:
         if number == 0 or not self._states:
             return self.first
         feeds = self.first
-        sizes = {key: size + number * self._get_growth(key) for key, size in self.sizes.items()}
+        sizes = {key: size + number * self._get_growth(key) for key, size in {**self.sizes, **self._later}.items()}
         if self._drawn and sizes != self.sizes:
             inputs = [item for item in self._inputs if item.name not in self._states]
             feeds = random_feeds(inputs, sizes, self._seed)
         return {name: array for name, array in feeds.items() if name not in self._states}
+
+    def switch(self, later: StepInputs) -> StepInputs:
+        """Return these drawn inputs with later steps of another size, as tokens follow a prompt; states keep theirs."""
+        kept = {symbol for shape in self._states.values() for symbol in shape}
+        self._later = {name: size for name, size in later.sizes.items() if name not in kept}
+        return self
+
+    def count_state_bytes(self) -> int:
+        """Return the bytes of the states that are fed to the first step."""
+        return sum(array.nbytes for name, array in self.first.items() if name in self._states)
 
     @contextmanager
     def explained(self, number: int) -> Iterator[None]:
@@ -160,6 +171,12 @@ def _with_sample_rank(item: Declared, sizes: Mapping[str, int]) -> Declared:
         return item
     keys = itertools.takewhile(lambda key: key in sizes, (f"{item.name}.{axis}" for axis in itertools.count()))
     return replace(item, shape=tuple(keys) or None)
+
+
+def list_switches(steps: Iterable[StepInputs]) -> list[StepInputs]:
+    """Return conversations from each of several drawn sizes to the next one, the smallest states first."""
+    ordered = sorted(steps, key=StepInputs.count_state_bytes)
+    return [low.switch(high) for low, high in itertools.pairwise(ordered)]
 
 
 class StateCarrier:

@@ -152,8 +152,10 @@ class _TraceEvent(BaseModel):
         return self.phase == "M" and self.name == kind
 
 
-def read_trace(path: Path, device_names: Sequence[str], segments: Iterable[str]) -> tuple[Timeline, ...]:
+def read_trace(path: Path, device_names: Sequence[str], segments: Iterable[str], plan: str) -> tuple[Timeline, ...]:
     """Return the timelines of a file that `run --trace` or `bench --trace` wrote: measured, then predicted.
+
+    Of a `plan` of a bundle, they are those of this plan in a trace of the bundle, or of a trace of the plan alone.
 
     Raises:
         InputError: It is not such a file, or a trace of another bundle.
@@ -162,7 +164,8 @@ def read_trace(path: Path, device_names: Sequence[str], segments: Iterable[str])
     names = {item.process: item.arguments.name for item in events if item.names("process_name")}
     timelines, known = [], frozenset(segments)
     for name in ("measured", "predicted"):
-        own = [item for item in events if names.get(item.process) == name]
+        process = f"{name} {plan}" if f"{name} {plan}" in names.values() else name
+        own = [item for item in events if names.get(item.process) == process]
         rows = {item.thread: item.arguments.name for item in own if item.names("thread_name")}
         spans = [item for item in own if item.is_span]
         for span in spans:

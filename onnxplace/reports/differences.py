@@ -127,7 +127,7 @@ def _list_divisions(first: PageData, second: PageData) -> Iterator[Table]:
     """Yield the rows about split operators, exchanges, stages, routes and so on that only one of the reports has."""
     tables = [{part.header: part for part in page.division} for page in (first, second)]
     for header in dict.fromkeys((*tables[0], *tables[1])):
-        kept = [index for index, name in enumerate(header) if name not in _TIMES]
+        kept = [index for index, name in enumerate(header) if name not in _TIMES and not name.startswith("plan ")]
         rows = [
             [tuple(row[index] for index in kept) for row in own[header].rows] if header in own else [] for own in tables
         ]

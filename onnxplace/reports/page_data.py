@@ -34,7 +34,7 @@ from onnxplace.reports.page_records import (
     Timeline,
 )
 from onnxplace.reports.step_analysis import PlacedStep, count_bytes, explain_step, list_crossings, simulate_segments
-from onnxplace.reports.text import count_streamed_bytes, list_pools
+from onnxplace.reports.text import count_streamed_bytes, list_pools, tabulate_sizes
 from onnxplace.reports.verdict import RATE_LABEL, ReportContext, judge_step
 from onnxplace.simulation.weight_streams import WeightStream
 from onnxplace.utils.quantities import format_bytes, format_time
@@ -117,7 +117,7 @@ def describe_bundle(bundle: Bundle, trace: Path | None = None) -> PageData:
         verdict=judge_step(step, bound, known),
         summary=tuple(_summarise(manifest)),
         devices=_list_devices(manifest, step),
-        timelines=_draw_timelines(manifest, step, trace),
+        timelines=_draw_timelines(bundle, step, trace),
         memory=draw_memory(step, [item.weights_bytes for item in manifest.devices]),
         crossings=tuple(replace(item, layer=nodes.layers.get(item.value, "")) for item in list_crossings(step)),
         bound=bound,
@@ -135,10 +135,12 @@ def describe_bundle(bundle: Bundle, trace: Path | None = None) -> PageData:
     )
 
 
-def _draw_timelines(manifest: Manifest, step: PlacedStep, trace: Path | None) -> tuple[Timeline, ...]:
+def _draw_timelines(bundle: Bundle, step: PlacedStep, trace: Path | None) -> tuple[Timeline, ...]:
     """Return the timelines of a trace if there is one; else the predicted step, with the planned one after a trial."""
+    manifest = bundle.manifest
     if trace is not None:
-        return read_trace(trace, step.device_names, [segment.id for segment in manifest.segments])
+        plan = bundle.path.absolute().name if bundle.is_plan else ""
+        return read_trace(trace, step.device_names, [segment.id for segment in manifest.segments], plan)
     if manifest.trial is None:
         return (draw_step(step, FROM_COSTS, "one request, by the costs of nodes"),)
     count = f"the median of {manifest.trial.requests} steps"
@@ -308,6 +310,9 @@ def _list_stages(manifest: Manifest) -> Iterator[tuple[str, ...]]:
 
 
 def _iterate_tables(manifest: Manifest) -> Iterator[Table]:
+    if manifest.sizes:
+        hint = "; all else is about plan 0, `onnxplace report BUNDLE/plan1` shows plan 1" if manifest.plans else ""
+        yield Table(f"Step of each plan at each size{hint}", *tabulate_sizes(manifest))
     if (sharding := manifest.sharding) is not None:
         stages = f", in each of {sharding.stages} stages" if sharding.stages > 1 else ""
         yield Table(

@@ -64,6 +64,7 @@ def compile_summary(bundle: Bundle) -> str:
             *_format_routes(manifest),
             *_format_steps(manifest),
             *_format_openings(manifest),
+            *_format_sizes(manifest),
             f"bundle: {bundle.path}",
         ]
     )
@@ -113,6 +114,22 @@ def _format_streams(manifest: Manifest) -> list[str]:
         for stream in manifest.streams
     ]
     return [f"weights: {format_bytes(stay)} stay; {' and '.join(sources)} stream in each step, to {', '.join(ways)}"]
+
+
+def _format_sizes(manifest: Manifest) -> list[str]:
+    """Return a table of the sizes that the bundle was compiled for, if there were several."""
+    count = format_count(1 + len(manifest.plans), "plan")
+    others = "; the figures above are those of plan 0" if manifest.plans else ""
+    return [f"step of {count} at each size{others}", format_table(*tabulate_sizes(manifest))] if manifest.sizes else []
+
+
+def tabulate_sizes(manifest: Manifest) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
+    """Return the header and the rows of a table: the step of each plan at each size that was compiled for."""
+    plans = [f"plan {index}" for index in range(1 + len(manifest.plans))]
+    sizes = [item for item in manifest.sizes if item.weight]
+    steps = [["-" if step is None else format_milliseconds(step) for step in item.seconds] for item in sizes]
+    rows = ((item.text, f"{item.weight:g}", *own, plans[item.fastest]) for item, own in zip(sizes, steps))
+    return ("size", "weight", *plans, "fastest"), tuple(rows)
 
 
 # Routes of the summary; the manifest has all of them.

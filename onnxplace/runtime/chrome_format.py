@@ -99,27 +99,31 @@ def chrome_trace(
     predicted: Sequence[RequestTimeline],
     manifest: Manifest,
     segment_nodes: Mapping[str, Sequence[str]] | None = None,
+    further: Mapping[str, tuple[Manifest, Mapping[str, Sequence[str]]]] | None = None,
 ) -> dict[str, Any]:
     """Return timelines in Chrome's trace format, in microseconds since the first submission.
 
-    There are two processes, "measured" and "predicted". Each has a row for the segments that a device runs, for values
-    that it waits for and receives, for values that it sends where that takes time itself, for weights that stream
-    to it, and rows for requests in flight. Arrows lead from the segment that computes a value over its transfer to the
-    segment that reads it first.
+    There are two processes, "measured" and "predicted", and of each further plan two, such as "measured plan1". Each
+    has a row for the segments that a device runs, for values that it waits for and receives, for values that it sends
+    where that takes time itself, for weights that stream to it, and rows for requests in flight. Arrows lead from the
+    segment that computes a value over its transfer to the segment that reads it first.
 
     Args:
         measured: The requests as they ran.
         predicted: The same requests as predicted; may be empty.
         manifest: The bundle's.
         segment_nodes: The names of the nodes of each segment, if they are to be shown.
+        further: The same of further plans, by name.
     """
     origin = min((item.submitted_seconds for item in (*measured, *predicted)), default=0.0)
     arrows, thread = itertools.count(1), FIRST_THREAD
     entries: list[dict[str, Any]] = []
-    for process, (name, timelines) in enumerate((("measured", measured), ("predicted", predicted)), 1):
-        if timelines:
-            writer = _ProcessWriter(process, name, origin, manifest, segment_nodes or {})
-            entries += writer.write(timelines, thread, arrows)
+    plans = [("", (manifest, segment_nodes or {})), *(further or {}).items()]
+    kinds = itertools.product(enumerate(plans), (("measured", measured), ("predicted", predicted)))
+    for process, ((plan, (name, described)), (kind, timelines)) in enumerate(kinds, 1):
+        if own := [item for item in timelines if item.plan == plan]:
+            writer = _ProcessWriter(process, f"{kind} {name}".rstrip(), origin, *described)
+            entries += writer.write(own, thread, arrows)
             thread = 1 + max(entry["tid"] for entry in entries)
     other = {"model": manifest.model, "requests": len(measured)}
     return {"traceEvents": entries, "displayTimeUnit": "ms", "otherData": other}

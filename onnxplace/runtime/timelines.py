@@ -44,6 +44,8 @@ class RequestTimeline:
     """Index of the copy of the bundle that ran it."""
     tag: str = ""
     """`logid` of the RunOptions of its callers; empty if they gave none."""
+    plan: int = 0
+    """Index of the bundle's plan that ran it."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class TraceRecorder:
 
     def add(self, called_seconds: float, result: Result, tag: str = "") -> None:
         """Keep the events of a result; `called_seconds` counts if its runtime does not say when it was submitted."""
-        self._entries.append(_RecordedResult(called_seconds, Result({}, result.events, result.seconds), tag))
+        self._entries.append(_RecordedResult(called_seconds, replace(result, outputs={}), tag))
 
     def add_future(self, called_seconds: float, future: Future[Result], *, tag: str = "") -> None:
         """Keep the events of a future's result, unless the request failed; a callback of the future."""
@@ -103,6 +105,7 @@ def _make_timeline(entries: list[_RecordedResult]) -> RequestTimeline:
         joined=len(entries),
         copy=copy,
         tag=", ".join(dict.fromkeys(entry.tag for entry in entries if entry.tag)),
+        plan=first.result.plan,
     )
 
 

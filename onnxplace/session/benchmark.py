@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar, cast
@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 from onnxplace.bundle.bundle import MANIFEST_FILE, Bundle
 from onnxplace.bundle.manifest import Manifest
 from onnxplace.errors import Diagnostic, OnnxplaceError, UsageError, format_count
-from onnxplace.feeds.dimensions import dimension_keys
+from onnxplace.feeds.dimensions import dimension_keys, drop_derived_sizes
 from onnxplace.feeds.feeds import Array
 from onnxplace.machine.hardware import available_cores
 from onnxplace.machine.ort_sessions import use_custom_operators
@@ -22,7 +22,7 @@ from onnxplace.measure.compare import Speedup, Timings, compute_speedup, open_re
 from onnxplace.measure.device_usage import DeviceUsage, DeviceUse, LinkUse, ProcessUse, StreamUse, measure_usage
 from onnxplace.measure.memory_use import Opening, measure_model_opening
 from onnxplace.measure.rate_trial import RequestStream
-from onnxplace.measure.step_inputs import StateCarrier, StepInputs, choose_step_inputs
+from onnxplace.measure.step_inputs import StateCarrier, StepInputs, choose_step_inputs, keeps_state_shapes
 from onnxplace.measure.trial import find_core_shortage, find_trial_doubt, record_trial, report_doubt
 from onnxplace.pipeline.pipeline import Observer
 from onnxplace.pipeline.registry import create_runtime
@@ -94,7 +94,10 @@ class Benchmark:
     verdict: str
     """In words: faster or slower than one session with all cores, how sure that is, and what limits."""
     predicted_seconds: float | None
-    """None, as the other two, where the inputs have other sizes than the compiled ones."""
+    """None, as the other two, where the inputs have other sizes than the compiled ones.
+
+    Of several sizes that the bundle was compiled for, each has its step.
+    """
     predicted_interval_seconds: float | None
     requests_per_second: Rates | None
     predicted_one_device_seconds: float | None
@@ -113,6 +116,13 @@ class Benchmark:
     """Seconds and memory of opening, if memory was measured."""
     diagnostics: tuple[Diagnostic, ...] = ()
     """Notes, such as that the machine was busy meanwhile."""
+    plan: int = 0
+    """Index of the plan that ran, to which predictions, devices and links belong."""
+    dimensions: Mapping[str, int] = field(default_factory=dict)
+    """Sizes of symbolic dimensions."""
+    sizes: tuple[Benchmark, ...] = ()
+    """One for each size that the bundle was compiled for, if there were several and none was given; this is the first.
+    """
 
     def __repr__(self) -> str:
         rates, bundle = self.requests_per_second, format_milliseconds(self.bundle.median_seconds)
@@ -175,42 +185,57 @@ def bench(
     if trace:
         read = (Path(path) for path in (inputs, against) if isinstance(path, (str, Path)))
         require_writable(Path(trace), opened.path, *read)
+    compiled = [item for item in opened.manifest.sizes if item.weight]
+    if compiled and inputs is None and not (shape or update):
+        common: dict[str, Any] = {"against": against, "repeat": repeat, "in_flight": in_flight, "seed": seed}
+        common |= {"observer": observer, "custom_op_libraries": custom_op_libraries, "session_options": session_options}
+        first, *others = (drop_derived_sizes(item.dimensions) for item in compiled)
+        result = bench(opened, shape=first, trace=trace, memory=memory, **common)
+        further = (bench(opened, shape=item, memory=False, **common) for item in others)
+        return replace(result, sizes=(result, *further))
     options = {"runtime": "onnxruntime", **(session_options or {})}
     with use_custom_operators(custom_op_libraries):
         runtime = _create_runtime(**options)
         if in_flight > 1 and opened.manifest.states:
             message = "requests with states follow one another, so only one is in flight"
             raise UsageError("U042", message, where="--in-flight", hint="omit it")
-        steps = choose_step_inputs(opened, inputs, shape or {}, seed)
-        notes = other_sizes = _report_other_sizes(opened, steps.first)
+        steps, notes = choose_step_inputs(opened, inputs, shape or {}, seed), list[Diagnostic]()
         if update:
-            for note in other_sizes:  # the predictions are for the compiled ones
+            for note in _report_other_sizes(opened, steps.first):  # the predictions are for the compiled ones
                 raise UsageError("U042", note.message, where="--update", hint=note.hint)
+            if opened.manifest.plans or opened.is_plan:
+                hint = "compile the bundle again, without --no-trial"
+                raise UsageError("U042", "a trial runs all plans of a bundle in turns", where="--update", hint=hint)
             require_writable(opened.path / MANIFEST_FILE)
             opened = record_trial(opened, steps.first, runtime)
             trial = opened.manifest.trial
             doubt = find_trial_doubt(trial, opened.manifest.model) if trial else None
             notes = [doubt] if doubt else []
-        times, waiting, copies = _time_steps(opened, against, steps, repeat, in_flight, options)
+        times, waiting, copies, index = _time_steps(opened, against, steps, repeat, in_flight, options)
+        # From here on, the plan that ran is a bundle like any other.
+        plan = opened.plans[index]
+        manifest, steps = plan.manifest, choose_step_inputs(plan, inputs, shape or {}, seed)
         with_memory = memory and options["runtime"] == "onnxruntime"
         rounds = min(repeat, MAX_TRACED)
-        usage = measure_usage(opened, steps.first, rounds, with_memory, observer, in_flight, runtime)
-        opening, failures = _compare_openings(opened, against, usage.opening)
-    predicted = predict_stream(opened.manifest, usage.timelines, in_flight)
+        usage = measure_usage(plan, steps.first, rounds, with_memory, observer, in_flight, runtime)
+        opening, failures = _compare_openings(plan, against, usage.opening)
+    predicted = predict_stream(manifest, usage.timelines, in_flight)
     if trace:
-        planned = predict_timelines(opened.manifest, usage.timelines)
-        content = json.dumps(chrome_trace(usage.timelines, planned, opened.manifest, read_segment_nodes(opened)))
+        planned = predict_timelines(manifest, usage.timelines)
+        content = json.dumps(chrome_trace(usage.timelines, planned, manifest, read_segment_nodes(plan)))
         write_file(Path(trace), lambda stream: stream.write(content.encode()))
-    expected = opened.manifest.predicted
+    expected = manifest.predicted
     # Copies do not delay each other.
     interval = expected.interval_seconds / max(len(copies), 1)
-    shortage = find_core_shortage(opened.manifest)
-    notes = [*([shortage] if shortage else []), *notes]
-    is_comparable = not (update or notes)
+    other_sizes = _report_other_sizes(plan, steps.first)
+    known = [item.seconds[index] for item in opened.manifest.sizes if item.dimensions.items() >= steps.sizes.items()]
+    shortage = find_core_shortage(manifest)
+    notes = [*([shortage] if shortage else []), *notes, *([] if known else other_sizes)]
+    is_comparable = not (update or notes or other_sizes or opened.manifest.plans)
     if waiting is not None and waiting > DOUBTFUL_WAITING_SHARE:
-        notes.append(report_doubt("the machine was busy: steps", waiting, opened.manifest.model))
+        notes.append(report_doubt("the machine was busy: steps", waiting, manifest.model))
     if is_comparable:
-        notes += _report_wrong_prediction(times["bundle"], waiting, opened.manifest)
+        notes += _report_wrong_prediction(times["bundle"], waiting, manifest)
     speedup, speedup_one_device = (compute_speedup(times[name], times["bundle"]) for name in ("model", "one_device"))
     result = Benchmark(
         bundle=times["bundle"],
@@ -220,7 +245,7 @@ def bench(
         speedup=speedup,
         speedup_one_device=speedup_one_device,
         verdict=_phrase_verdict(speedup, speedup_one_device, times["bundle"], waiting, usage),
-        predicted_seconds=opened.manifest.step_seconds,
+        predicted_seconds=manifest.step_seconds,
         predicted_interval_seconds=interval,
         requests_per_second=_compute_rates(times, interval),
         predicted_one_device_seconds=expected.single_device_seconds,
@@ -228,13 +253,16 @@ def bench(
         links=usage.links,
         streams=usage.streams,
         process=usage.process,
-        timeline=compare_timelines(opened.manifest, usage.timelines, predicted),
+        timeline=compare_timelines(manifest, usage.timelines, predicted),
         waiting=waiting,
         copies=copies,
         opening=opening,
         diagnostics=(*notes, *usage.notes, *failures),
+        plan=index,
+        dimensions=steps.sizes,
     )
-    return _without_predictions(result) if other_sizes else result
+    step_seconds = known[0] if known else None
+    return replace(_without_predictions(result), predicted_seconds=step_seconds) if other_sizes else result
 
 
 def _without_predictions(result: Benchmark) -> Benchmark:
@@ -321,10 +349,10 @@ def _time_steps(
     repeat: int,
     in_flight: int,
     options: Mapping[str, Any],
-) -> tuple[dict[str, Timings], float | None, tuple[CopyStatus, ...]]:
+) -> tuple[dict[str, Timings], float | None, tuple[CopyStatus, ...], int]:
     """Time the bundle, opened with these options, and the plain sessions in turn.
 
-    Return also the share of the time in which they waited for a core, and the bundle's copies.
+    Return also the share of the time in which they waited for a core, the bundle's copies, and its last plan.
     """
     largest = max(
         (device.cores for device in bundle.target.devices if device.kind == "cpu"), default=len(available_cores())
@@ -335,10 +363,12 @@ def _time_steps(
     if bundle.manifest.states:
         whole(steps.first)
         steps.learn(whole.states)
-    feeds = [steps.feeds(number) for number in range(repeat + WARM_UPS)]
+    # A prompt after a prompt is another size: states that grow begin anew at each of several sizes.
+    is_repeated, plans = bool(bundle.manifest.sizes) and not keeps_state_shapes(bundle), list[int]()
+    feeds = [steps.first if is_repeated else steps.feeds(number) for number in range(repeat + WARM_UPS)]
     with InferenceSession(bundle, max_in_flight=max(in_flight, DEFAULT_MAX_IN_FLIGHT), **options) as session:
         calls: dict[str, Callable[[Any], object]] = {
-            "bundle": lambda arrays: session.run(None, arrays),
+            "bundle": lambda arrays: plans.append(session.run_timed(arrays).plan),
             "model": whole,
             "one_device": one,
         }
@@ -350,7 +380,7 @@ def _time_steps(
                 times["in_flight"] = _time_results(session, feeds, in_flight, repeat)
         copies = session.list_copies()
     waiting = max(stopwatch.waiting_share, 0.0) if stopwatch.elapsed_seconds >= MIN_JUDGED_SECONDS else None
-    return times, waiting, copies
+    return times, waiting, copies, plans[-1]
 
 
 def _time_results(session: InferenceSession, feeds: Sequence[Any], in_flight: int, repeat: int) -> Timings:

@@ -403,8 +403,10 @@ class InferenceSession:
             hint = "InferenceSession(bundle, trace=True)"
             raise UsageError("U042", "this session records no trace: it was opened without trace=True", hint=hint)
         timelines = self.list_timelines()[-count:]
-        predicted = predict_timelines(self._bundle.manifest, timelines)
-        return chrome_trace(timelines, predicted, self._bundle.manifest, read_segment_nodes(self._bundle))
+        plans = [(plan.manifest, read_segment_nodes(plan)) for plan in self._bundle.plans]
+        by_plan = [[item for item in timelines if item.plan == number] for number in range(len(plans))]
+        predicted = [item for (manifest, _), own in zip(plans, by_plan) for item in predict_timelines(manifest, own)]
+        return chrome_trace(timelines, predicted, *plans[0], dict(zip(self._bundle.manifest.plans, plans[1:])))
 
     def list_timelines(self) -> tuple[RequestTimeline, ...]:
         """Return what the last requests did, at most 1000 that have succeeded, in the order of their submission.

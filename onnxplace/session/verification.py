@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from onnxplace.bundle.bundle import Bundle
-from onnxplace.errors import ExecutionError, ModelError, UsageError
+from onnxplace.errors import ExecutionError, FeedError, ModelError, UsageError
+from onnxplace.feeds.dimensions import drop_derived_sizes
 from onnxplace.feeds.feeds import Array
 from onnxplace.machine.hardware import available_cores
 from onnxplace.machine.ort_sessions import use_custom_operators, uses_optimisations, without_optimisations
@@ -21,9 +22,10 @@ from onnxplace.measure.size_comparison import (
     SizeComparison,
     compare_in_child,
     compare_other_sizes,
+    compare_size,
     may_be_rounding,
 )
-from onnxplace.measure.step_inputs import StepInputs, choose_step_inputs
+from onnxplace.measure.step_inputs import StepInputs, choose_step_inputs, list_switches
 from onnxplace.pipeline.pipeline import Observer
 from onnxplace.runtime.interface import CopyStatus, make_no_outputs_error
 from onnxplace.session.inference_session import InferenceSession, load
@@ -32,6 +34,8 @@ from onnxplace.utils.quantities import format_first, format_object
 
 # Calls that are compared for a bundle with states: each of the later ones reads states of the one before.
 STEPS_WITH_STATES = 3
+# The same for each plan of several: one is for prompts, of which a model takes few in a row.
+STEPS_OF_PLANS = 2
 
 
 @dataclass(frozen=True, repr=False)
@@ -83,7 +87,7 @@ def verify(
         against: The model's file; by default the unsplit model in the bundle.
         inputs: Arrays by input name, or their file from numpy.savez; by default random ones.
         shape: Sizes of symbolic dimensions, {"batch": 8}.
-        steps: Calls that pass states on; by default 3 if the bundle has states.
+        steps: Calls that pass states on; by default 3 if the bundle has states, and 2 if it has plans, too.
         sizes: Number of other sizes to compare, of each dimension that neither `shape` nor `inputs` gives.
         seed: Seed of random inputs.
         custom_op_libraries: Shared libraries with operators that ONNX Runtime does not have.
@@ -97,23 +101,45 @@ def verify(
     True
     """
     opened = load(bundle.path if isinstance(bundle, Bundle) else bundle, "all")
-    count = (STEPS_WITH_STATES if opened.manifest.states else 1) if steps is None else steps
+    length = STEPS_OF_PLANS if opened.manifest.plans else STEPS_WITH_STATES
+    count = (length if opened.manifest.states else 1) if steps is None else steps
     if count < 1:
         raise UsageError("U005", f"expected 1 step or more, got {count}", where="steps", hint="leave it out")
     file = inputs if isinstance(inputs, (str, Path)) else None
     options = {"runtime": "onnxruntime", **(session_options or {})}
     copies: tuple[CopyStatus, ...] = ()
+    given = inputs is not None or bool(shape)
+
+    def compare_plan(plan: Bundle, cores: Sequence[int]) -> list[SizeComparison]:
+        nonlocal copies
+        first = choose_step_inputs(plan, inputs, shape or {}, seed)
+        opening = partial(_open_comparison, plan, against, options, cores, uses_optimisations(), count)
+        with _adapt_hints(file), opening() as (compare, session):
+            if opened.manifest.plans:
+                own = compare_size(compare, first, first.sizes)
+            else:
+                own = SizeComparison(first.sizes, compare(first))
+            copies = session.list_copies()
+        with _adapt_hints(file), compare_in_child(opening, plan.path, against) as compare:
+            fixed = (shape or {}) if inputs is None else first.sizes
+            return [own, *compare_other_sizes(compare, first, sizes, fixed)]
 
     def compare_on(cores: Sequence[int]) -> tuple[SizeComparison, ...]:
-        nonlocal copies
-        first, fixed = choose_step_inputs(opened, inputs, shape or {}, seed), shape or {}
-        opening = partial(_open_comparison, opened.path, against, count, options, cores, uses_optimisations())
-        with _adapt_hints(file), opening() as (compare, session):
-            comparisons = [SizeComparison(first.sizes, compare(first))]
-            copies = session.list_copies()
-        with _adapt_hints(file), compare_in_child(opening, opened.path, against) as compare:
-            comparisons += compare_other_sizes(compare, first, sizes, fixed if inputs is None else first.sizes)
-        return tuple(comparisons)
+        if not (manifest := opened.manifest).plans:
+            return tuple(compare_plan(opened, cores))
+        alone, comparisons = replace(opened, manifest=manifest.model_copy(update={"plans": ()})), list[SizeComparison]()
+        for index, plan in enumerate((alone, *opened.plans[1:])):
+            with suppress(FeedError):  # it is for other sizes
+                own = compare_plan(plan, cores)
+                comparisons += [replace(item, plan=index) for item in own if item.refused_by != "bundle"]
+        # Then the session chooses plans, and moves states from one to another.
+        known = [{}] if given else [drop_derived_sizes(item.dimensions) for item in manifest.sizes if item.weight]
+        chosen = [choose_step_inputs(opened, inputs, {**item, **(shape or {})}, seed) for item in known]
+        is_switching, shown = bool(manifest.states) and not given, min(count, STEPS_OF_PLANS)
+        opening = _open_comparison(opened, against, options, cores, uses_optimisations(), shown)
+        with _adapt_hints(file), opening as (compare, _):
+            runs = list_switches(chosen) if is_switching else chosen
+            return (*comparisons, *(compare_size(compare, item, item.sizes) for item in runs))
 
     with use_custom_operators(custom_op_libraries):
         comparisons, optimised, explanation = compare_on(available_cores()), True, None
@@ -125,24 +151,27 @@ def verify(
             if _all_equal(unoptimised):
                 comparisons, optimised = unoptimised, False
         if differing := next((item for item in comparisons if item.result == "differs"), None):
-            first = choose_step_inputs(opened, inputs, differing.sizes, seed)
-            explanation = find_cause(opened, against, first, differing.steps)
-    worst = map(find_worst, zip(*(step for item in comparisons for step in item.steps)))
-    is_equal, precisions = _all_equal(comparisons), list_precisions(opened)
+            plan = opened.plans[differing.plan or 0]
+            first = choose_step_inputs(plan, inputs, differing.sizes, seed)
+            explanation = find_cause(plan, against, first, differing.steps)
+    by_name = dict[str, list[OutputDifference]]()  # a plan may have parts of states
+    for output in (output for item in comparisons for step in item.steps for output in step):
+        by_name.setdefault(output.name, []).append(output)
+    worst = map(find_worst, by_name.values())
+    is_equal, precisions = _all_equal(comparisons), list_precisions(*opened.plans)
     return Verification(is_equal, tuple(worst), count, optimised, comparisons, precisions, copies, explanation)
 
 
 @contextmanager
 def _open_comparison(
-    path: Path,
+    bundle: Bundle,
     against: str | Path | None,
-    count: int,
     options: Mapping[str, Any],
     cores: Sequence[int],
     optimised: bool,
+    count: int,
 ) -> Iterator[tuple[Compare, InferenceSession]]:
     """Open bundle and unsplit model, on these cores; yield what compares `count` steps, and the session."""
-    bundle = load(path)
     with nullcontext() if optimised else without_optimisations(), InferenceSession(bundle, **options) as session:
         comparison = ModelComparison(bundle, against, cores, [item.name for item in bundle.outputs])
         yield lambda steps: _compare_copies(session, comparison, steps, count, options["runtime"]), session

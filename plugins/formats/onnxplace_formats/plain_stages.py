@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from onnxplace.errors import Diagnostic
-from onnxplace.export.exporting import note_routes, require_one_host
+from onnxplace.export.exporting import note_plans, note_routes, require_one_host
 from onnxplace.export.segment_models import BundleModels, write_segment_files
 from onnxplace.model.tensors import parse_type
 from onnxplace.target.kind_table import find_kind
@@ -28,7 +28,7 @@ def write_stages(models: BundleModels, folder: Path) -> tuple[Diagnostic, ...]:
     plan = build_plan(models, names)
     (folder / PLAN_FILE).write_text(json.dumps(plan, indent=1) + "\n", encoding="utf-8")
     shutil.copyfile(Path(__file__).with_name("run_stages.py"), folder / SCRIPT_FILE)
-    return note_routes(models.manifest, "stages")
+    return note_routes(models.manifest, "stages") + note_plans(models.manifest, "stages")
 
 
 def build_plan(models: BundleModels, names: Sequence[str]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from onnxplace.bundle.bundle import MANIFEST_FILE
 from onnxplace.bundle.bundle_routes import list_routes
 from onnxplace.bundle.manifest import InputRecord, Manifest, OutputRecord, SegmentRecord
 from onnxplace.errors import Diagnostic, InputError, UsageError, format_names, suggest_nearest
-from onnxplace.export.exporting import require_one_host
+from onnxplace.export.exporting import note_plans, require_one_host
 from onnxplace.export.segment_models import BundleModels, list_producers, write_segment_files
 from onnxplace.target.target import Device
 from onnxplace.utils.names import claim_name
@@ -64,7 +64,7 @@ def write_triton(
         write_python_model(models, folder / name, max_batch)
         return note_custom_operators(manifest)
     write_ensemble(models, folder, name)
-    return (*note_custom_operators(manifest), *note_defaults(manifest))
+    return (*note_custom_operators(manifest), *note_defaults(manifest), *note_plans(manifest, "triton"))
 
 
 def choose_name(text: str) -> str:

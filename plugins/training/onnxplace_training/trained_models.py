@@ -117,7 +117,7 @@ def _load_weights(model: ModelProto, bundle: Bundle, names: set[str]) -> None:
     """Load the bytes of weights that the new model needs."""
     from onnx import external_data_helper
 
-    folder = bundle.path.resolve().parent if bundle.manifest.linked else bundle.file(WHOLE_MODEL_FILE).parent
+    folder = bundle.link_root if bundle.manifest.linked else bundle.file(WHOLE_MODEL_FILE).parent
     for tensor in model.graph.initializer:
         if tensor.name in names and external_data_helper.uses_external_data(tensor):
             external_data_helper.load_external_data_for_tensor(tensor, str(folder))
