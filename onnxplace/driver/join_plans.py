@@ -66,17 +66,17 @@ class _SharedWeights:
         """(length, offset) of each weight, in the order in which they are written."""
         for file in bundle.list_files(with_compiled=True):
             if file.endswith(".onnx"):
-                for tensor in _list_external(onnx.load(bundle.file(file), load_external_data=False)):
+                for tensor in list_external(onnx.load(bundle.file(file), load_external_data=False).graph):
                     offset, length = read_external_range(tensor)
                     self._ranges[length, offset] = None
-        self._bytes = _map(self._path)
+        self._bytes = map_file(self._path)
 
     def take_over(self, folder: Path, manifest: Manifest) -> Manifest:
         """Let a plan in a folder refer to this file; return its manifest."""
-        source, files = _map(folder / SHARED_WEIGHTS), dict(manifest.files)
+        source, files = map_file(folder / SHARED_WEIGHTS), dict(manifest.files)
         for name in [name for name in files if name.endswith(".onnx")]:
             model = onnx.load(folder / name, load_external_data=False)
-            for tensor in (references := _list_external(model)):
+            for tensor in (references := list_external(model.graph)):
                 offset, length = read_external_range(tensor)
                 moved = self._place(source[offset : offset + length])
                 tensor.CopyFrom(
@@ -114,16 +114,18 @@ class _SharedWeights:
         with self._path.open("ab") as stream:
             stream.write(bytes(start - len(self._bytes)))
             stream.write(data.data)
-        self._bytes = _map(self._path)
+        self._bytes = map_file(self._path)
         self._ranges[length, start] = None
         return start
 
 
-def _list_external(model: onnx.ModelProto) -> list[TensorProto]:
-    return [tensor for tensor in model.graph.initializer if tensor.data_location == TensorProto.EXTERNAL]
+def list_external(graph: onnx.GraphProto) -> list[TensorProto]:
+    """Return the initializers of a graph that are in a weights file."""
+    return [tensor for tensor in graph.initializer if tensor.data_location == TensorProto.EXTERNAL]
 
 
-def _map(path: Path) -> Array:
+def map_file(path: Path) -> Array:
+    """Return the bytes of a file, which may be empty, without reading it."""
     return np.memmap(path, np.uint8, "r") if path.stat().st_size else np.zeros(0, np.uint8)
 
 

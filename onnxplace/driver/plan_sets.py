@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from onnxplace.bundle.bundle import SEGMENTS_FOLDER, Bundle
-from onnxplace.bundle.manifest import InputRecord, Manifest, SizeRecord
+from onnxplace.bundle.manifest import HeldRecord, InputRecord, Manifest, SizeRecord
 from onnxplace.driver.join_plans import join_plans
+from onnxplace.driver.plan_memory import fits_together, hold_together, list_mapped
 from onnxplace.driver.sources import SizedModel
 from onnxplace.driver.trials import Compiled
 from onnxplace.errors import Diagnostic, InfeasibleError, OnnxplaceError
@@ -130,12 +131,19 @@ def join_sizes(
     if len(plans) > 1 and measures:
         measures = find_trial_obstacle(*bundles) is None
     steps = np.stack([_find_steps(plans, compiled, index, sized[index], measures) for index in range(len(sized))], 1)
+    mapped = [list_mapped(bundle) for bundle in bundles]
+    hosts = {device.id for bundle in bundles for device in bundle.target.devices if device.has_cores}
+
+    def hold(indices: Sequence[int]) -> dict[str, HeldRecord]:
+        parts = [bundles[index].manifest for index in indices], [mapped[index] for index in indices]
+        return hold_together(*parts, hosts)
+
     moved = sum(item.bytes for item in _list_states(bundles[0].manifest)) / MOVED_BYTES_PER_SECOND
     chosen = choose_plans(
         steps,
         weights,
         most,
-        lambda indices: fits_together([bundles[index].manifest for index in indices]),
+        lambda indices: fits_together(hold(indices), [bundles[index].target for index in indices]),
         move_seconds=moved,
         is_worst_ratio=is_worst_ratio,
     )
@@ -154,7 +162,7 @@ def join_sizes(
     if len(used) == 1:
         manifest = used[0].manifest.model_copy(update={**updates, "sizes": tuple(records)})
         return replace(kept, bundle=replace_manifest(used[0], manifest), diagnostics=diagnostics)
-    updates["inputs"] = _merge_inputs([item.manifest for item in used])
+    updates |= {"inputs": _merge_inputs([item.manifest for item in used]), "held": hold(first)}
     timings = tuple(timing for item in compiled for timing in item.timings)
     return replace(kept, bundle=join_plans(used, updates, records), timings=timings, diagnostics=diagnostics)
 
@@ -194,16 +202,6 @@ def _takes(bundle: Bundle, feeds: Mapping[str, Any]) -> bool:
         or all(not isinstance(size, int) or size == actual for size, actual in zip(item.shape, feeds[item.name].shape))
         for item in bundle.inputs
     )  # fmt: skip
-
-
-def fits_together(manifests: Sequence[Manifest]) -> bool:
-    """Return whether the devices hold the weights of several plans, and the values of any one of them."""
-    weights, values, limits = dict[str, int](), dict[str, int](), dict[str, int]()
-    for device in (device for manifest in manifests for device in manifest.devices):
-        weights[device.id] = weights.get(device.id, 0) + device.weights_bytes
-        values[device.id] = max(values.get(device.id, 0), device.peak_bytes - device.weights_bytes)
-        limits[device.id] = device.limit_bytes
-    return all(weights[name] + values[name] <= limits[name] for name in limits)
 
 
 def _list_states(manifest: Manifest) -> list[Any]:

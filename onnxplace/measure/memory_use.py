@@ -11,7 +11,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +25,7 @@ from onnxplace.machine.hardware import available_cores, list_accelerators
 from onnxplace.machine.isolated_sessions import open_session
 from onnxplace.machine.ort_sessions import list_operator_libraries, make_session_options, use_custom_operators
 from onnxplace.measure.compare import open_reference
-from onnxplace.measure.step_inputs import RepeatedStep
+from onnxplace.measure.step_inputs import RepeatedStep, choose_step_inputs
 from onnxplace.pipeline.pipeline import Observer
 from onnxplace.pipeline.registry import create_runtime
 from onnxplace.target.device_kinds import ISOLATE
@@ -64,7 +64,7 @@ class ProcessMemory:
     opening_bytes: int
     """Peak of the process meanwhile, with all that it had before."""
     running_bytes: int
-    """Peak while it ran requests."""
+    """Peak while it ran requests; pages of files that several sessions mapped count once."""
     own_bytes: int
     """Part of `running_bytes` that the bundle added, without newly loaded library code."""
     gpu_bytes: Mapping[str, int]
@@ -126,6 +126,8 @@ class MemoryJob:
     feeds: StoredFeeds
     device: str = ""
     """The device whose part is run; empty for the whole bundle."""
+    has_all_plans: bool = False
+    """Whether all plans are opened, and then run, each with random inputs of its size."""
     runs: int = MEMORY_RUNS
     libraries: tuple[str, ...] = field(default_factory=list_operator_libraries)
     """Libraries of custom operators."""
@@ -144,6 +146,11 @@ def measure_process_memory(bundle: Bundle, feeds: Mapping[str, Any], runs: int =
     with temporary_folder() as folder:
         job = MemoryJob(bundle.path, StoredFeeds.write(feeds, folder), runs=runs)
         return _run_in_child(job)
+
+
+def measure_plans_memory(bundle: Bundle) -> ProcessMemory:
+    """Open all plans of a bundle in a fresh process, and run them; raises OnnxplaceError if that fails."""
+    return _run_in_child(MemoryJob(bundle.path, StoredFeeds({}, {}), has_all_plans=True))
 
 
 def measure_memory(bundle: Bundle, values: Mapping[str, Any], observer: Observer | None = None) -> BundleMemory:
@@ -205,23 +212,26 @@ def _run_in_child(job: MemoryJob) -> ProcessMemory:
 
 def run_memory_job(job: MemoryJob) -> ProcessMemory:
     """Open and run a bundle in this process, which should be fresh."""
-    bundle = _without_isolation(Bundle.open(job.bundle))
+    bundle = Bundle.open(job.bundle)
+    bundles = [_without_isolation(item) for item in (bundle.plans if job.has_all_plans else (bundle,))]
     if job.device:
-        bundle = extract_device_part(bundle, job.device)
+        bundles = [extract_device_part(bundles[0], job.device)]
     # A caller keeps the feeds of the whole bundle; the values sent to a part are freed by its program.
-    step = RepeatedStep(bundle, job.feeds if job.device else dict(job.feeds))
+    feeds = job.feeds if job.device else dict(job.feeds)
+    steps = [RepeatedStep(item, feeds or choose_step_inputs(item, None, {}, 0).first) for item in bundles]
     runtime = create_runtime("onnxruntime")
-    gpu_ids = [device.id for device in bundle.target.devices if not device.is_host]
+    gpu_ids = [device.id for item in bundles for device in item.target.devices if not device.is_host]
     with use_custom_operators(job.libraries), _watch_gpus(gpu_ids) as gpu_bytes:
         _open_first_session()
         before, code = _read_memory_status("VmRSS"), _sum_library_bytes()
-        session, opening = _measure_opening(lambda: runtime.open(bundle))
-        with session:
+        sessions, opening = _measure_opening(lambda: [runtime.open(item) for item in bundles])
+        with ExitStack() as stack:
             peak = _read_memory_status("VmHWM")
             _reset_peak()
-            for _ in range(job.runs):
-                session.run(step.prepare(session))
-            running = _read_memory_status("VmHWM")
+            for session, step in zip(map(stack.enter_context, sessions), steps):
+                for _ in range(job.runs):
+                    session.run(step.prepare(session))
+            running = _read_memory_status("VmHWM") - _sum_repeated_bytes()
     own_bytes = max(running - before - (_sum_library_bytes() - code), 0)
     return ProcessMemory(opening, peak, running, own_bytes, gpu_bytes)
 
@@ -282,15 +292,27 @@ def _reset_peak() -> None:
 
 def _sum_library_bytes() -> int:
     """Return the resident bytes of shared libraries, code and data, in this process."""
-    total, counts = 0, False
+    return sum(size for (_, path), size in _iterate_mappings() if _LIBRARY_PATTERN.search(path))
+
+
+def _sum_repeated_bytes() -> int:
+    """Return the resident bytes of files in this process that were counted before, as they are mapped again."""
+    largest, total = dict[tuple[str, str], int](), 0
+    for place, size in _iterate_mappings():
+        largest[place], total = max(largest.get(place, 0), size), total + size
+    return total - sum(largest.values())
+
+
+def _iterate_mappings() -> Iterator[tuple[tuple[str, str], int]]:
+    """Yield the offset, path and resident bytes of each mapping of a file in this process."""
+    place = ("", "")
     with open("/proc/self/smaps", encoding="utf-8", errors="replace") as lines:
         for line in lines:
             first, *rest = line.split(maxsplit=5)
             if not first.endswith(":"):
-                counts = len(rest) == 5 and bool(_LIBRARY_PATTERN.search(rest[4].strip()))
-            elif counts and first == "Rss:":
-                total += int(rest[0]) << 10
-    return total
+                place = (rest[1], rest[4].strip() if len(rest) == 5 else "")
+            elif first == "Rss:" and place[1].startswith("/"):
+                yield place, int(rest[0]) << 10
 
 
 @contextmanager

@@ -20,10 +20,16 @@ from onnxplace.machine.ort_sessions import use_custom_operators
 from onnxplace.machine.repeated_runs import DOUBTFUL_WAITING_SHARE, Stopwatch, read_run_delays
 from onnxplace.measure.compare import Speedup, Timings, compute_speedup, open_reference, time_in_turns
 from onnxplace.measure.device_usage import DeviceUsage, DeviceUse, LinkUse, ProcessUse, StreamUse, measure_usage
-from onnxplace.measure.memory_use import Opening, measure_model_opening
+from onnxplace.measure.memory_use import Opening, measure_model_opening, measure_plans_memory
 from onnxplace.measure.rate_trial import RequestStream
 from onnxplace.measure.step_inputs import StateCarrier, StepInputs, choose_step_inputs
-from onnxplace.measure.trial import find_core_shortage, find_trial_doubt, record_trial, report_doubt
+from onnxplace.measure.trial import (
+    count_process_bytes,
+    find_core_shortage,
+    find_trial_doubt,
+    record_trial,
+    report_doubt,
+)
 from onnxplace.pipeline.pipeline import Observer
 from onnxplace.pipeline.registry import create_runtime
 from onnxplace.runtime.chrome_format import chrome_trace, read_segment_nodes
@@ -75,6 +81,14 @@ class Openings:
     """The unsplit model in one session with all cores."""
 
 
+@dataclass(frozen=True)
+class PlansUse:
+    """Memory of a process that has opened all plans, and run each at its size."""
+
+    predicted_bytes: int
+    bytes: int
+
+
 @dataclass(frozen=True, repr=False)
 class Benchmark:
     """Measured times of a bundle next to predicted ones; the fields are those of `onnxplace bench --json`."""
@@ -111,6 +125,8 @@ class Benchmark:
     """The copies of the bundle, if the session has several."""
     opening: Openings | None = None
     """Seconds and memory of opening, if memory was measured."""
+    all_plans: PlansUse | None = None
+    """Memory with all plans, if it was measured and there are several."""
     diagnostics: tuple[Diagnostic, ...] = ()
     """Notes, such as that the machine was busy meanwhile."""
 
@@ -196,6 +212,7 @@ def bench(
         rounds = min(repeat, MAX_TRACED)
         usage = measure_usage(opened, steps.first, rounds, with_memory, observer, in_flight, runtime)
         opening, failures = _compare_openings(opened, against, usage.opening)
+        all_plans = _measure_plans(opened) if usage.opening and opened.manifest.plans else None
     predicted = predict_stream(opened.manifest, usage.timelines, in_flight)
     if trace:
         planned = predict_timelines(opened.manifest, usage.timelines)
@@ -232,9 +249,14 @@ def bench(
         waiting=waiting,
         copies=copies,
         opening=opening,
+        all_plans=all_plans,
         diagnostics=(*notes, *usage.notes, *failures),
     )
     return _without_predictions(result) if other_sizes else result
+
+
+def _measure_plans(bundle: Bundle) -> PlansUse:
+    return PlansUse(count_process_bytes(bundle.manifest), measure_plans_memory(bundle).running_bytes)
 
 
 def _without_predictions(result: Benchmark) -> Benchmark:
