@@ -105,7 +105,7 @@ def bench(
 
 def _build_json(result: Benchmark) -> dict[str, Any]:
     """Return the figures without those that were not asked for; notes are on stderr."""
-    optional = ("in_flight", "requests_per_second", "streams", "copies", "opening", "all_plans", "diagnostics")
+    optional = ("in_flight", "requests_per_second", "streams", "copies", "opening", "diagnostics")
     figures = {**asdict(result), "diagnostics": None}
     return {key: value for key, value in figures.items() if value or key not in optional}
 
@@ -162,8 +162,9 @@ def _format_devices(result: Benchmark) -> str:
     ]
     for phase, measured in (("opening", process.opening_bytes), ("running", process.running_bytes)):
         rows.append((f"process, {phase}", "-", "-", _format(format_bytes, measured), "-"))
-    if plans := result.all_plans:
-        rows.append(("process, all plans", "-", "-", format_bytes(plans.bytes), format_bytes(plans.predicted_bytes)))
+    if process.all_plans_bytes:
+        sizes = [_format(format_bytes, item) for item in (process.all_plans_bytes, process.predicted_all_plans_bytes)]
+        rows.append(("process, all plans", "-", "-", *sizes))
     return format_table(("", "busy", "predicted", "process peak", "predicted"), rows)
 
 

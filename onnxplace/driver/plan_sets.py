@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from onnxplace.bundle.bundle import SEGMENTS_FOLDER, Bundle
-from onnxplace.bundle.manifest import HeldRecord, InputRecord, Manifest, SizeRecord
+from onnxplace.bundle.manifest import InputRecord, Manifest, SizeRecord
 from onnxplace.driver.join_plans import join_plans
-from onnxplace.driver.plan_memory import fits_together, hold_together, list_mapped
+from onnxplace.driver.plan_memory import PlanMemory, fits_together, hold_together
 from onnxplace.driver.sources import SizedModel
 from onnxplace.driver.trials import Compiled
 from onnxplace.errors import Diagnostic, InfeasibleError, OnnxplaceError
@@ -131,19 +131,13 @@ def join_sizes(
     if len(plans) > 1 and measures:
         measures = find_trial_obstacle(*bundles) is None
     steps = np.stack([_find_steps(plans, compiled, index, sized[index], measures) for index in range(len(sized))], 1)
-    mapped = [list_mapped(bundle) for bundle in bundles]
-    hosts = {device.id for bundle in bundles for device in bundle.target.devices if device.has_cores}
-
-    def hold(indices: Sequence[int]) -> dict[str, HeldRecord]:
-        parts = [bundles[index].manifest for index in indices], [mapped[index] for index in indices]
-        return hold_together(*parts, hosts)
-
+    memory = [PlanMemory.of(bundle) for bundle in bundles]
     moved = sum(item.bytes for item in _list_states(bundles[0].manifest)) / MOVED_BYTES_PER_SECOND
     chosen = choose_plans(
         steps,
         weights,
         most,
-        lambda indices: fits_together(hold(indices), [bundles[index].target for index in indices]),
+        lambda indices: fits_together([memory[index] for index in indices]),
         move_seconds=moved,
         is_worst_ratio=is_worst_ratio,
     )
@@ -162,7 +156,8 @@ def join_sizes(
     if len(used) == 1:
         manifest = used[0].manifest.model_copy(update={**updates, "sizes": tuple(records)})
         return replace(kept, bundle=replace_manifest(used[0], manifest), diagnostics=diagnostics)
-    updates |= {"inputs": _merge_inputs([item.manifest for item in used]), "held": hold(first)}
+    updates["inputs"] = _merge_inputs([item.manifest for item in used])
+    updates["held"] = hold_together([memory[index] for index in first])
     timings = tuple(timing for item in compiled for timing in item.timings)
     return replace(kept, bundle=join_plans(used, updates, records), timings=timings, diagnostics=diagnostics)
 

@@ -78,6 +78,9 @@ class ProcessUse:
 
     opening_bytes: int | None
     running_bytes: int | None
+    predicted_all_plans_bytes: int | None = None
+    """Of a process that has opened all plans, and run each at its size; None if there is one plan."""
+    all_plans_bytes: int | None = None
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -297,10 +298,8 @@ def _sum_library_bytes() -> int:
 
 def _sum_repeated_bytes() -> int:
     """Return the resident bytes of files in this process that were counted before, as they are mapped again."""
-    largest, total = dict[tuple[str, str], int](), 0
-    for place, size in _iterate_mappings():
-        largest[place], total = max(largest.get(place, 0), size), total + size
-    return total - sum(largest.values())
+    mappings = sorted(_iterate_mappings(), key=itemgetter(1))
+    return sum(size for _, size in mappings) - sum(dict(mappings).values())  # the largest of each is kept
 
 
 def _iterate_mappings() -> Iterator[tuple[tuple[str, str], int]]:

@@ -49,6 +49,10 @@ def compile_summary(bundle: Bundle) -> str:
         )
         for device in manifest.devices
     ]
+    held = [
+        (name, *map(format_bytes, (item.weights_bytes, item.shared_bytes, item.peak_bytes)))
+        for name, item in manifest.held.items()
+    ]
     transfer_size = format_bytes(manifest.transfer_bytes)
     nodes = format_count(sum(segment.nodes for segment in manifest.segments), "node")
     return "\n".join(
@@ -58,7 +62,7 @@ def compile_summary(bundle: Bundle) -> str:
             *_format_training(manifest.training),
             *_format_sharding(manifest.sharding),
             format_table(header[:columns], (row[:columns] for row in rows)),
-            *_format_held(manifest),
+            *([format_table(("all plans", "weights", "shared", "peak"), held)] if held else []),
             *(f"{pool.describe()}, and hold at most {format_bytes(size)}" for pool, size in list_pools(manifest)),
             f"segments: {len(manifest.segments)}, transfers: {manifest.transfers} ({transfer_size})",
             *_format_streams(manifest),
@@ -68,16 +72,6 @@ def compile_summary(bundle: Bundle) -> str:
             f"bundle: {bundle.path}",
         ]
     )
-
-
-def _format_held(manifest: Manifest) -> list[str]:
-    """Return a line about what all plans hold together, if there are several."""
-    parts = [
-        f"{name} {format_bytes(item.peak_bytes)} (weights {format_bytes(item.weights_bytes)}, shared "
-        f"{format_bytes(item.shared_bytes)})"
-        for name, item in manifest.held.items()
-    ]
-    return [f"all {len(manifest.plans) + 1} plans hold: {', '.join(parts)}"] if parts else []
 
 
 def list_pools(manifest: Manifest) -> list[tuple[Pool, int]]:

@@ -81,14 +81,6 @@ class Openings:
     """The unsplit model in one session with all cores."""
 
 
-@dataclass(frozen=True)
-class PlansUse:
-    """Memory of a process that has opened all plans, and run each at its size."""
-
-    predicted_bytes: int
-    bytes: int
-
-
 @dataclass(frozen=True, repr=False)
 class Benchmark:
     """Measured times of a bundle next to predicted ones; the fields are those of `onnxplace bench --json`."""
@@ -125,8 +117,6 @@ class Benchmark:
     """The copies of the bundle, if the session has several."""
     opening: Openings | None = None
     """Seconds and memory of opening, if memory was measured."""
-    all_plans: PlansUse | None = None
-    """Memory with all plans, if it was measured and there are several."""
     diagnostics: tuple[Diagnostic, ...] = ()
     """Notes, such as that the machine was busy meanwhile."""
 
@@ -212,7 +202,10 @@ def bench(
         rounds = min(repeat, MAX_TRACED)
         usage = measure_usage(opened, steps.first, rounds, with_memory, observer, in_flight, runtime)
         opening, failures = _compare_openings(opened, against, usage.opening)
-        all_plans = _measure_plans(opened) if usage.opening and opened.manifest.plans else None
+        process = usage.process
+        if usage.opening and opened.manifest.plans:
+            sizes = count_process_bytes(opened.manifest), measure_plans_memory(opened).running_bytes
+            process = replace(process, predicted_all_plans_bytes=sizes[0], all_plans_bytes=sizes[1])
     predicted = predict_stream(opened.manifest, usage.timelines, in_flight)
     if trace:
         planned = predict_timelines(opened.manifest, usage.timelines)
@@ -244,19 +237,14 @@ def bench(
         devices=usage.devices,
         links=usage.links,
         streams=usage.streams,
-        process=usage.process,
+        process=process,
         timeline=compare_timelines(opened.manifest, usage.timelines, predicted),
         waiting=waiting,
         copies=copies,
         opening=opening,
-        all_plans=all_plans,
         diagnostics=(*notes, *usage.notes, *failures),
     )
     return _without_predictions(result) if other_sizes else result
-
-
-def _measure_plans(bundle: Bundle) -> PlansUse:
-    return PlansUse(count_process_bytes(bundle.manifest), measure_plans_memory(bundle).running_bytes)
 
 
 def _without_predictions(result: Benchmark) -> Benchmark:
