@@ -88,8 +88,7 @@ def fits_together(plans: Sequence[PlanMemory]) -> bool:
         members = every.conflicts[[every.position(name) for name in pool.devices]].any(axis=0)
         if sizes[members].sum() > pool.memory_bytes:
             return False
-    alone = np.isin(np.arange(len(limits)), every.independent_devices) * limits
-    # Whether devices share processors, also by way of others.
+    # Each processor has the part of its devices' memory; devices may share processors by way of others.
+    rooms = (every.processors * np.ceil(limits / every.processors.sum(axis=1))[:, None]).max(axis=0)
     sharing = np.linalg.matrix_power(every.conflicts, len(limits))
-    rooms = np.maximum(sharing @ alone, (sharing * limits).max(axis=1))
-    return bool((sizes <= limits).all() and (sharing @ sizes <= rooms).all())
+    return bool((sizes <= limits).all() and (sharing @ sizes <= sharing @ every.processors @ rooms).all())

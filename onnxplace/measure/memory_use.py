@@ -40,6 +40,8 @@ T = TypeVar("T")
 # The arena grows during the first few runs.
 MEMORY_RUNS = 4
 GPU_POLL_SECONDS = 0.002
+# Takes the place of a device where all plans of a bundle are measured.
+ALL_PLANS = "all plans"
 # Writing 5 there resets the peak memory of this process (proc(5)).
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _LIBRARY_PATTERN = re.compile(r"\.so(\.|$)")
@@ -77,6 +79,8 @@ class BundleMemory:
     """Memory of a bundle; absent values could not be measured."""
 
     process: ProcessMemory | None = None
+    all_plans: ProcessMemory | None = None
+    """The same with all plans, if there are several."""
     device_bytes: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[Diagnostic, ...] = ()
     """Why some values could not be measured."""
@@ -126,9 +130,7 @@ class MemoryJob:
     bundle: Path
     feeds: StoredFeeds
     device: str = ""
-    """The device whose part is run; empty for the whole bundle."""
-    has_all_plans: bool = False
-    """Whether all plans are opened, and then run, each with random inputs of its size."""
+    """The device whose part is run; empty for the whole bundle, `ALL_PLANS` for random inputs of each plan's size."""
     runs: int = MEMORY_RUNS
     libraries: tuple[str, ...] = field(default_factory=list_operator_libraries)
     """Libraries of custom operators."""
@@ -149,12 +151,9 @@ def measure_process_memory(bundle: Bundle, feeds: Mapping[str, Any], runs: int =
         return _run_in_child(job)
 
 
-def measure_plans_memory(bundle: Bundle) -> ProcessMemory:
-    """Open all plans of a bundle in a fresh process, and run them; raises OnnxplaceError if that fails."""
-    return _run_in_child(MemoryJob(bundle.path, StoredFeeds({}, {}), has_all_plans=True))
-
-
-def measure_memory(bundle: Bundle, values: Mapping[str, Any], observer: Observer | None = None) -> BundleMemory:
+def measure_memory(
+    bundle: Bundle, values: Mapping[str, Any], observer: Observer | None = None, around: Bundle | None = None
+) -> BundleMemory:
     """Measure the process, and the part of each device that computes.
 
     Empty if `can_measure_memory` is false. Jobs that fail are noted and left out.
@@ -164,6 +163,7 @@ def measure_memory(bundle: Bundle, values: Mapping[str, Any], observer: Observer
         values: the feeds, and the values that cross between devices (`record_crossing_values`). A device is left out
             if a value that it receives is missing.
         observer: called before each job.
+        around: the bundle whose plan it is; by default the bundle itself.
     """
     if not can_measure_memory():
         return BundleMemory()
@@ -176,6 +176,8 @@ def measure_memory(bundle: Bundle, values: Mapping[str, Any], observer: Observer
         except OnnxplaceError as problem:
             return BundleMemory(notes=(_describe_failure(problem, ""),))
         jobs = _list_jobs(bundle, used, stored)
+        if (around or bundle).manifest.plans:
+            jobs[ALL_PLANS] = MemoryJob((around or bundle).path, StoredFeeds({}, {}), ALL_PLANS)
         for index, (device, job) in enumerate(jobs.items()):
             if observer:
                 observer(f"memory of {device or 'the process'}", index, len(jobs))
@@ -183,12 +185,12 @@ def measure_memory(bundle: Bundle, values: Mapping[str, Any], observer: Observer
                 processes[device] = _run_in_child(job)
             except OnnxplaceError as problem:
                 notes.append(_describe_failure(problem, device))
-    whole = processes.pop("", None)
+    whole, all_plans = processes.pop("", None), processes.pop(ALL_PLANS, None)
     device_bytes = {device: process.own_bytes for device, process in processes.items()}
     if whole:
         device_bytes |= {device: whole.own_bytes for device in used if len(used) == 1 and device.startswith("cpu:")}
         device_bytes |= whole.gpu_bytes
-    return BundleMemory(whole, device_bytes, tuple(notes))
+    return BundleMemory(whole, all_plans, device_bytes, tuple(notes))
 
 
 def _list_jobs(bundle: Bundle, used: Sequence[str], stored: StoredFeeds) -> dict[str, MemoryJob]:
@@ -213,13 +215,14 @@ def _run_in_child(job: MemoryJob) -> ProcessMemory:
 
 def run_memory_job(job: MemoryJob) -> ProcessMemory:
     """Open and run a bundle in this process, which should be fresh."""
-    bundle = Bundle.open(job.bundle)
-    bundles = [_without_isolation(item) for item in (bundle.plans if job.has_all_plans else (bundle,))]
-    if job.device:
-        bundles = [extract_device_part(bundles[0], job.device)]
-    # A caller keeps the feeds of the whole bundle; the values sent to a part are freed by its program.
-    feeds = job.feeds if job.device else dict(job.feeds)
-    steps = [RepeatedStep(item, feeds or choose_step_inputs(item, None, {}, 0).first) for item in bundles]
+    bundle = _without_isolation(Bundle.open(job.bundle))
+    if job.device == ALL_PLANS:
+        bundles = [_without_isolation(plan) for plan in bundle.plans]
+        steps = [RepeatedStep(plan, choose_step_inputs(plan, None, {}, 0).first) for plan in bundles]
+    else:
+        bundles = [extract_device_part(bundle, job.device) if job.device else bundle]
+        # A caller keeps the feeds of the whole bundle; the values sent to a part are freed by its program.
+        steps = [RepeatedStep(bundles[0], job.feeds if job.device else dict(job.feeds))]
     runtime = create_runtime("onnxruntime")
     gpu_ids = [device.id for item in bundles for device in item.target.devices if not device.is_host]
     with use_custom_operators(job.libraries), _watch_gpus(gpu_ids) as gpu_bytes:

@@ -20,16 +20,10 @@ from onnxplace.machine.ort_sessions import use_custom_operators
 from onnxplace.machine.repeated_runs import DOUBTFUL_WAITING_SHARE, Stopwatch, read_run_delays
 from onnxplace.measure.compare import Speedup, Timings, compute_speedup, open_reference, time_in_turns
 from onnxplace.measure.device_usage import DeviceUsage, DeviceUse, LinkUse, ProcessUse, StreamUse, measure_usage
-from onnxplace.measure.memory_use import Opening, measure_model_opening, measure_plans_memory
+from onnxplace.measure.memory_use import Opening, measure_model_opening
 from onnxplace.measure.rate_trial import RequestStream
 from onnxplace.measure.step_inputs import StateCarrier, StepInputs, choose_step_inputs
-from onnxplace.measure.trial import (
-    count_process_bytes,
-    find_core_shortage,
-    find_trial_doubt,
-    record_trial,
-    report_doubt,
-)
+from onnxplace.measure.trial import find_core_shortage, find_trial_doubt, record_trial, report_doubt
 from onnxplace.pipeline.pipeline import Observer
 from onnxplace.pipeline.registry import create_runtime
 from onnxplace.runtime.chrome_format import chrome_trace, read_segment_nodes
@@ -202,10 +196,6 @@ def bench(
         rounds = min(repeat, MAX_TRACED)
         usage = measure_usage(opened, steps.first, rounds, with_memory, observer, in_flight, runtime)
         opening, failures = _compare_openings(opened, against, usage.opening)
-        process = usage.process
-        if usage.opening and opened.manifest.plans:
-            sizes = count_process_bytes(opened.manifest), measure_plans_memory(opened).running_bytes
-            process = replace(process, predicted_all_plans_bytes=sizes[0], all_plans_bytes=sizes[1])
     predicted = predict_stream(opened.manifest, usage.timelines, in_flight)
     if trace:
         planned = predict_timelines(opened.manifest, usage.timelines)
@@ -237,7 +227,7 @@ def bench(
         devices=usage.devices,
         links=usage.links,
         streams=usage.streams,
-        process=process,
+        process=usage.process,
         timeline=compare_timelines(opened.manifest, usage.timelines, predicted),
         waiting=waiting,
         copies=copies,
