@@ -157,8 +157,8 @@ def measure_usage(
     """Run a bundle `rounds` times on the same feeds and measure devices, links and memory.
 
     Then run some more requests, `in_flight` of them at the same time, for their timelines. The feeds include initial
-    values of states. Values that cannot be measured are noted. The runtime is `onnxruntime` by default. Of a plan, memory
-    is also measured with all plans of the bundle `around` it.
+    values of states. Values that cannot be measured are noted. The runtime is `onnxruntime` by default. The memory of
+    all plans is that of the bundle `around` a plan.
     """
     runtime = runtime or create_runtime("onnxruntime")
     if observer:
@@ -182,10 +182,10 @@ def measure_usage(
         links=_compare_links(bundle, traced, crossed),
         streams=tuple(_compare_streams(bundle.manifest, traced)),
         process=ProcessUse(
-            opening_bytes=process and process.opening_bytes,
-            running_bytes=process and process.running_bytes,
-            all_plans_bytes=plans and plans.running_bytes,
-            predicted_all_plans_bytes=plans and count_process_bytes((around or bundle).manifest),
+            opening_bytes=process.opening_bytes if process else None,
+            running_bytes=process.running_bytes if process else None,
+            all_plans_bytes=plans.running_bytes if plans else None,
+            predicted_all_plans_bytes=count_process_bytes((around or bundle).manifest) if plans else None,
         ),
         opening=process.opening if process else None,
         timelines=traced.timelines,

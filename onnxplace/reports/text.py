@@ -49,10 +49,7 @@ def compile_summary(bundle: Bundle) -> str:
         )
         for device in manifest.devices
     ]
-    held = [
-        (name, *map(format_bytes, (item.weights_bytes, item.shared_bytes, item.peak_bytes)))
-        for name, item in manifest.held.items()
-    ]
+    held = [(name, *map(format_bytes, item.model_dump().values())) for name, item in manifest.held.items()]
     transfer_size = format_bytes(manifest.transfer_bytes)
     nodes = format_count(sum(segment.nodes for segment in manifest.segments), "node")
     return "\n".join(
