@@ -2,17 +2,11 @@
 
 A further plan is a folder of the bundle, and a bundle itself. Its segments refer to the weights file of the bundle
 around it. Bytes that this file lacks, such as parts of split operators, are appended to it.
-
-ONNX Runtime maps this file. Sessions on CPU devices whose kernels read a weight where it lies share its pages, so that
-memory holds it once. Kernels of products and of recurrent layers pack their weights when a session is opened: each plan
-has its own, and so has each plan on a device with memory of its own (measured: docs/sizes-memory-part.md).
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,29 +15,14 @@ import onnx
 from onnx import TensorProto
 
 from onnxplace.bundle.bundle import MANIFEST_FILE, SEGMENTS_FOLDER, WEIGHTS_FILE, Bundle, compute_sha256
-from onnxplace.bundle.manifest import (
-    HOST,
-    DeviceRecord,
-    FileRecord,
-    HeldRecord,
-    InitialRecord,
-    LinkRecord,
-    Manifest,
-    SizeRecord,
-)
+from onnxplace.bundle.manifest import FileRecord, InitialRecord, LinkRecord, Manifest, SizeRecord
 from onnxplace.feeds.feeds import Array
-from onnxplace.model.nested_graphs import walk_nodes
 from onnxplace.model.tensors import make_reference, read_external_range
 from onnxplace.model.weights import PAGE_BYTES
-from onnxplace.target.target import Target
 
 SHARED_WEIGHTS = f"{SEGMENTS_FOLDER}/{WEIGHTS_FILE}"
 # Parts of so many ways are found in whole weights.
 MAX_PARTS = 64
-# Operators whose kernels read weights where they lie.
-TABLE_READERS = frozenset({"Gather", "Slice"})
-# The same in models that were optimised when they were written; opening other ones rewrites weights of convolutions.
-OPTIMISED_READERS = TABLE_READERS | {"Conv"}
 
 
 def join_plans(bundles: Sequence[Bundle], updates: dict[str, Any], sizes: Sequence[SizeRecord]) -> Bundle:
@@ -87,17 +66,17 @@ class _SharedWeights:
         """(length, offset) of each weight, in the order in which they are written."""
         for file in bundle.list_files(with_compiled=True):
             if file.endswith(".onnx"):
-                for tensor in _list_external(onnx.load(bundle.file(file), load_external_data=False)):
+                for tensor in list_external(onnx.load(bundle.file(file), load_external_data=False).graph):
                     offset, length = read_external_range(tensor)
                     self._ranges[length, offset] = None
-        self._bytes = _map(self._path)
+        self._bytes = map_file(self._path)
 
     def take_over(self, folder: Path, manifest: Manifest) -> Manifest:
         """Let a plan in a folder refer to this file; return its manifest."""
-        source, files = _map(folder / SHARED_WEIGHTS), dict(manifest.files)
+        source, files = map_file(folder / SHARED_WEIGHTS), dict(manifest.files)
         for name in [name for name in files if name.endswith(".onnx")]:
             model = onnx.load(folder / name, load_external_data=False)
-            for tensor in (references := _list_external(model)):
+            for tensor in (references := list_external(model.graph)):
                 offset, length = read_external_range(tensor)
                 moved = self._place(source[offset : offset + length])
                 tensor.CopyFrom(
@@ -135,16 +114,18 @@ class _SharedWeights:
         with self._path.open("ab") as stream:
             stream.write(bytes(start - len(self._bytes)))
             stream.write(data.data)
-        self._bytes = _map(self._path)
+        self._bytes = map_file(self._path)
         self._ranges[length, start] = None
         return start
 
 
-def _list_external(model: onnx.ModelProto) -> list[TensorProto]:
-    return [tensor for tensor in model.graph.initializer if tensor.data_location == TensorProto.EXTERNAL]
+def list_external(graph: onnx.GraphProto) -> list[TensorProto]:
+    """Return the initializers of a graph that are in a weights file."""
+    return [tensor for tensor in graph.initializer if tensor.data_location == TensorProto.EXTERNAL]
 
 
-def _map(path: Path) -> Array:
+def map_file(path: Path) -> Array:
+    """Return the bytes of a file, which may be empty, without reading it."""
     return np.memmap(path, np.uint8, "r") if path.stat().st_size else np.zeros(0, np.uint8)
 
 
@@ -154,71 +135,3 @@ def _describe(folder: Path, name: str) -> FileRecord:
 
 def _write_manifest(folder: Path, manifest: Manifest) -> None:
     (folder / MANIFEST_FILE).write_text(manifest.model_dump_json(indent=1), encoding="utf-8")
-
-
-@dataclass(frozen=True)
-class PlanMemory:
-    """What devices hold for one plan."""
-
-    devices: Sequence[DeviceRecord]
-    target: Target
-    mapped: Mapping[str, Collection[tuple[int, object]]]
-    """CPU device -> the weights that its sessions read where they lie.
-
-    A weight is known by its length and by its first bytes, or by its place in a file that all plans link to.
-    """
-
-    @staticmethod
-    def of(bundle: Bundle) -> PlanMemory:
-        """Return the memory of a bundle that is not yet one of several plans."""
-        weights, mapped = _map(bundle.file(SHARED_WEIGHTS)), dict[str, set[tuple[int, object]]]()
-        hosts = {device.id for device in bundle.target.devices if device.is_host}
-        for segment in (item for item in bundle.manifest.segments if item.device in hosts):
-            in_place = OPTIMISED_READERS if segment.optimised else TABLE_READERS
-            model = onnx.load(bundle.file(segment.optimised or segment.file), load_external_data=False)
-            packed = {
-                name for node in walk_nodes(model.graph.node) if node.op_type not in in_place for name in node.input
-            }
-            for tensor in (item for item in _list_external(model) if item.name not in packed):
-                offset, length = read_external_range(tensor)
-                first = weights[offset : offset + min(length, PAGE_BYTES)].tobytes()
-                mapped.setdefault(segment.device, set()).add((length, offset if bundle.manifest.linked else first))
-        return PlanMemory(bundle.manifest.devices, bundle.target, mapped)
-
-
-def hold_together(plans: Sequence[PlanMemory]) -> dict[str, HeldRecord]:
-    """Return what each device holds for some plans: the weights of all of them, and the values of any one.
-
-    The record `HOST` is that of a process with all devices on processor cores.
-    """
-    devices = {device.id: device for plan in plans for device in plan.target.devices}
-    groups = {name: {name} for name in devices} | {HOST: {name for name, item in devices.items() if item.has_cores}}
-    return {name: _hold(plans, group) for name, group in groups.items()}
-
-
-def _hold(plans: Sequence[PlanMemory], group: Collection[str]) -> HeldRecord:
-    own = [[item for item in plan.devices if item.id in group] for plan in plans]
-    uses = Counter(key for plan in plans for name in group for key in plan.mapped.get(name, ()))
-    shared = sum((count - 1) * length for (length, _), count in uses.items())
-    weights = sum(item.weights_bytes for items in own for item in items) - shared
-    values = max(sum(item.peak_bytes - item.weights_bytes for item in items) for items in own)
-    return HeldRecord(weights_bytes=weights, shared_bytes=shared, peak_bytes=weights + values)
-
-
-def fits_together(plans: Sequence[PlanMemory]) -> bool:
-    """Return whether the devices of some plans have room for what they hold together.
-
-    Devices that share processors share the memory of these: `cpu:0-1` has that of `cpu:0` and of `cpu:1`. A pool holds
-    what is on its devices, and on others with their processors.
-    """
-    devices, held = {device.id: device for plan in plans for device in plan.target.devices}, hold_together(plans)
-    every, sizes = Target(tuple(devices.values())), np.array([held[name].peak_bytes for name in devices])
-    limits = np.array([device.memory_bytes for device in every.devices])
-    for pool in (pool for plan in plans for pool in plan.target.pools):
-        members = every.conflicts[[every.position(name) for name in pool.devices]].any(axis=0)
-        if sizes[members].sum() > pool.memory_bytes:
-            return False
-    # Each processor has the part of its devices' memory; devices may share processors by way of others.
-    rooms = (every.processors * np.ceil(limits / every.processors.sum(axis=1))[:, None]).max(axis=0)
-    sharing = np.linalg.matrix_power(every.conflicts, len(limits))
-    return bool((sizes <= limits).all() and (sharing @ sizes <= sharing @ every.processors @ rooms).all())

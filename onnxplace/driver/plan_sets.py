@@ -19,7 +19,8 @@ import numpy as np
 
 from onnxplace.bundle.bundle import SEGMENTS_FOLDER, Bundle
 from onnxplace.bundle.manifest import InputRecord, Manifest, SizeRecord
-from onnxplace.driver.join_plans import PlanMemory, fits_together, hold_together, join_plans
+from onnxplace.driver.join_plans import join_plans
+from onnxplace.driver.plan_memory import PlanMemory, fits_together, hold_together
 from onnxplace.driver.sources import SizedModel
 from onnxplace.driver.trials import Compiled
 from onnxplace.errors import Diagnostic, InfeasibleError, OnnxplaceError

@@ -167,7 +167,7 @@ def measure_usage(
     busy = _measure_busy_seconds(runtime, bundle, feeds, rounds, traced)
     crossed, notes = _record_crossing(runtime, bundle, feeds)
     memory = measure_memory(bundle, {**feeds, **(crossed or {})}, observer, around) if with_memory else BundleMemory()
-    process, plans = memory.process, memory.all_plans
+    process = memory.process
     return DeviceUsage(
         devices=tuple(
             DeviceUse(
@@ -182,10 +182,9 @@ def measure_usage(
         links=_compare_links(bundle, traced, crossed),
         streams=tuple(_compare_streams(bundle.manifest, traced)),
         process=ProcessUse(
-            opening_bytes=process.opening_bytes if process else None,
-            running_bytes=process.running_bytes if process else None,
-            all_plans_bytes=plans.running_bytes if plans else None,
-            predicted_all_plans_bytes=count_process_bytes((around or bundle).manifest) if plans else None,
+            *((process.opening_bytes, process.running_bytes) if process else (None, None)),
+            all_plans_bytes=memory.all_plans_bytes,
+            predicted_all_plans_bytes=memory.all_plans_bytes and count_process_bytes((around or bundle).manifest),
         ),
         opening=process.opening if process else None,
         timelines=traced.timelines,

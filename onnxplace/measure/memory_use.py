@@ -79,8 +79,8 @@ class BundleMemory:
     """Memory of a bundle; absent values could not be measured."""
 
     process: ProcessMemory | None = None
-    all_plans: ProcessMemory | None = None
-    """The same with all plans, if there are several."""
+    all_plans_bytes: int | None = None
+    """The peak of one that ran all plans, if there are several."""
     device_bytes: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[Diagnostic, ...] = ()
     """Why some values could not be measured."""
@@ -185,12 +185,12 @@ def measure_memory(
                 processes[device] = _run_in_child(job)
             except OnnxplaceError as problem:
                 notes.append(_describe_failure(problem, device))
-    whole, all_plans = processes.pop("", None), processes.pop(ALL_PLANS, None)
+    whole, plans = processes.pop("", None), processes.pop(ALL_PLANS, None)
     device_bytes = {device: process.own_bytes for device, process in processes.items()}
     if whole:
         device_bytes |= {device: whole.own_bytes for device in used if len(used) == 1 and device.startswith("cpu:")}
         device_bytes |= whole.gpu_bytes
-    return BundleMemory(whole, all_plans, device_bytes, tuple(notes))
+    return BundleMemory(whole, plans.running_bytes if plans else None, device_bytes, tuple(notes))
 
 
 def _list_jobs(bundle: Bundle, used: Sequence[str], stored: StoredFeeds) -> dict[str, MemoryJob]:
