@@ -168,6 +168,8 @@ def measure_usage(
     crossed, notes = _record_crossing(runtime, bundle, feeds)
     memory = measure_memory(bundle, {**feeds, **(crossed or {})}, observer, around) if with_memory else BundleMemory()
     process = memory.process
+    opening, running = (process.opening_bytes, process.running_bytes) if process else (None, None)
+    predicted = count_process_bytes((around or bundle).manifest) if memory.all_plans_bytes else None
     return DeviceUsage(
         devices=tuple(
             DeviceUse(
@@ -181,11 +183,7 @@ def measure_usage(
         ),
         links=_compare_links(bundle, traced, crossed),
         streams=tuple(_compare_streams(bundle.manifest, traced)),
-        process=ProcessUse(
-            *((process.opening_bytes, process.running_bytes) if process else (None, None)),
-            all_plans_bytes=memory.all_plans_bytes,
-            predicted_all_plans_bytes=memory.all_plans_bytes and count_process_bytes((around or bundle).manifest),
-        ),
+        process=ProcessUse(opening, running, memory.all_plans_bytes, predicted),
         opening=process.opening if process else None,
         timelines=traced.timelines,
         notes=(*notes, *memory.notes),
