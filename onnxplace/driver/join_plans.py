@@ -6,19 +6,21 @@ around it. Bytes that this file lacks, such as parts of split operators, are app
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import onnx
-from onnx import TensorProto
 
 from onnxplace.bundle.bundle import MANIFEST_FILE, SEGMENTS_FOLDER, WEIGHTS_FILE, Bundle, compute_sha256
 from onnxplace.bundle.manifest import FileRecord, InitialRecord, LinkRecord, Manifest, SizeRecord
 from onnxplace.feeds.feeds import Array
 from onnxplace.model.tensors import make_reference, read_external_range
 from onnxplace.model.weights import PAGE_BYTES
+
+if TYPE_CHECKING:
+    from onnx import ModelProto, TensorProto
 
 SHARED_WEIGHTS = f"{SEGMENTS_FOLDER}/{WEIGHTS_FILE}"
 # Parts of so many ways are found in whole weights.
@@ -62,21 +64,21 @@ class _SharedWeights:
 
     def __init__(self, bundle: Bundle) -> None:
         self._path = bundle.path / SHARED_WEIGHTS
-        self._ranges: dict[tuple[int, int], None] = {}
-        """(length, offset) of each weight, in the order in which they are written."""
+        self._offsets = defaultdict[int, set[int]](set)
+        """Length of weights -> where each of them is."""
         for file in bundle.list_files(with_compiled=True):
             if file.endswith(".onnx"):
-                for tensor in list_external(onnx.load(bundle.file(file), load_external_data=False).graph):
+                for tensor in list_external(load_structure(bundle.file(file))):
                     offset, length = read_external_range(tensor)
-                    self._ranges[length, offset] = None
+                    self._offsets[length].add(offset)
         self._bytes = map_file(self._path)
 
     def take_over(self, folder: Path, manifest: Manifest) -> Manifest:
         """Let a plan in a folder refer to this file; return its manifest."""
         source, files = map_file(folder / SHARED_WEIGHTS), dict(manifest.files)
         for name in [name for name in files if name.endswith(".onnx")]:
-            model = onnx.load(folder / name, load_external_data=False)
-            for tensor in (references := list_external(model.graph)):
+            model = load_structure(folder / name)
+            for tensor in (references := list_external(model)):
                 offset, length = read_external_range(tensor)
                 moved = self._place(source[offset : offset + length])
                 tensor.CopyFrom(
@@ -103,25 +105,33 @@ class _SharedWeights:
 
     def _place(self, data: Array) -> int:
         """Return where the file has these bytes, as a weight or as a part of one; they are appended if it has not."""
-        length = len(data)
-        for size, offset in self._ranges:
-            if length and size % length == 0 and size // length <= MAX_PARTS:
+        length, head = len(data), data[:PAGE_BYTES]
+        wholes = [size for size in self._offsets if 0 < length <= size <= MAX_PARTS * length and size % length == 0]
+        for size in sorted(wholes):
+            for offset in self._offsets[size]:
                 for start in range(offset, offset + size, length):
-                    found = self._bytes[start : start + length]
-                    if np.array_equal(found[:PAGE_BYTES], data[:PAGE_BYTES]) and np.array_equal(found, data):
+                    if np.array_equal(self._bytes[start : start + len(head)], head) and np.array_equal(
+                        self._bytes[start : start + length], data
+                    ):
                         return start
         start = -(-len(self._bytes) // PAGE_BYTES) * PAGE_BYTES
         with self._path.open("ab") as stream:
-            stream.write(bytes(start - len(self._bytes)))
-            stream.write(data.data)
+            stream.write(bytes(start - len(self._bytes)) + data.tobytes())
         self._bytes = map_file(self._path)
-        self._ranges[length, start] = None
+        self._offsets[length].add(start)
         return start
 
 
-def list_external(graph: onnx.GraphProto) -> list[TensorProto]:
-    """Return the initializers of a graph that are in a weights file."""
-    return [tensor for tensor in graph.initializer if tensor.data_location == TensorProto.EXTERNAL]
+def load_structure(file: Path) -> ModelProto:
+    """Return a model without the weights that are in a file."""
+    import onnx
+
+    return onnx.load(file, load_external_data=False)
+
+
+def list_external(model: ModelProto) -> list[TensorProto]:
+    """Return the initializers of a model that are in a weights file."""
+    return [tensor for tensor in model.graph.initializer if tensor.data_location == tensor.EXTERNAL]
 
 
 def map_file(path: Path) -> Array:

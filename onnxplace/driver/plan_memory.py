@@ -2,7 +2,7 @@
 
 ONNX Runtime maps weights files. Sessions on CPU devices whose kernels read a weight where it lies share its pages: it
 counts once. Kernels of products and of recurrent layers pack their weights when a session is opened, so each plan has
-its own copy, and so has each plan on a device with memory of its own (measured: docs/sizes-memory-part.md).
+its own copy, and so has each plan on a device with memory of its own (measured: docs/sizes.md).
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import onnx
 
 from onnxplace.bundle.bundle import Bundle
 from onnxplace.bundle.manifest import HOST, DeviceRecord, HeldRecord
-from onnxplace.driver.join_plans import SHARED_WEIGHTS, list_external, map_file
+from onnxplace.driver.join_plans import SHARED_WEIGHTS, list_external, load_structure, map_file
 from onnxplace.model.nested_graphs import walk_nodes
 from onnxplace.model.tensors import read_external_range
 from onnxplace.model.weights import PAGE_BYTES
@@ -47,9 +46,11 @@ class PlanMemory:
         hosts = {device.id for device in bundle.target.devices if device.is_host}
         for segment in (item for item in bundle.manifest.segments if item.device in hosts):
             in_place = OPTIMISED_READERS if segment.optimised else TABLE_READERS
-            graph = onnx.load(bundle.file(segment.optimised or segment.file), load_external_data=False).graph
-            packed = {name for node in walk_nodes(graph.node) if node.op_type not in in_place for name in node.input}
-            for tensor in (item for item in list_external(graph) if item.name not in packed):
+            model = load_structure(bundle.file(segment.optimised or segment.file))
+            packed = {
+                name for node in walk_nodes(model.graph.node) if node.op_type not in in_place for name in node.input
+            }
+            for tensor in (item for item in list_external(model) if item.name not in packed):
                 offset, length = read_external_range(tensor)
                 first = weights[offset : offset + min(length, PAGE_BYTES)].tobytes()
                 mapped.setdefault(segment.device, set()).add((length, offset if bundle.manifest.linked else first))
