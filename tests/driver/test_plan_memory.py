@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import numpy as np
+import onnx
 import pytest
 from hypothesis import given, strategies as st
 from onnx import TensorProto, helper, numpy_helper, save
@@ -217,10 +218,13 @@ def test_bench_compares_the_memory_of_all_plans(bundle, run_cli):
     assert float(row[5]) == pytest.approx(float(row[7]), rel=0.1)
 
 
-def test_compile_says_in_json_what_all_plans_hold(model_file, run_cli, tmp_path):
-    """Each of these plans takes its own size only."""
-    shapes = ("--shape", "rows=8", "--shape", "rows=16", "--fixed-sizes", "--no-trial", "--placer", "single")
-    result = run_cli("compile", model_file, "-o", tmp_path / "b", "--devices", "cpu:0", *shapes, "--json")
+@pytest.mark.parametrize("options", [(), ("--link-weights",)])
+def test_compile_says_in_json_what_all_plans_hold(options, model_file, run_cli, tmp_path):
+    """Each of these plans takes its own size only; linked weights are known by their place in the model's file."""
+    model = onnx.load(model_file)
+    onnx.save(model, tmp_path / "m.onnx", save_as_external_data=True, location="m.data")
+    shapes = ("--shape", "rows=8", "--shape", "rows=16", "--fixed-sizes", "--no-trial", "--placer", "single", *options)
+    result = run_cli("compile", tmp_path / "m.onnx", "-o", tmp_path / "b", "--devices", "cpu:0", *shapes, "--json")
     held = json.loads(result.out)["held"]
     assert held["host"]["shared_bytes"] == pytest.approx(8 * MIB, rel=0.01)
     assert set(held) == {"cpu:0", "host"}
