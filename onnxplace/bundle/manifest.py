@@ -13,6 +13,8 @@ from onnxplace.model_metadata import ModelMetadata, TrainingStep
 from onnxplace.target.target import Device, Link, LinkModel, Pool, Shared, Target
 
 SCHEMA_VERSION = "1.0"
+# What the devices of the host's process hold, next to what each device holds.
+HOST = "host"
 
 
 Seconds = Annotated[float, Field(ge=0, lt=1e12, allow_inf_nan=False)]
@@ -358,6 +360,18 @@ class DeviceRecord(Record):
     limit_bytes: Bytes
 
 
+class HeldRecord(Record):
+    """What a device, or a process, holds for all plans of a bundle, each of which has run its size."""
+
+    weights_bytes: Bytes
+    """Weights of all plans. Those that sessions read where they lie count once; others that plans pack, once for each.
+    """
+    shared_bytes: Bytes
+    """How much more they would be if each plan had its own."""
+    peak_bytes: Bytes
+    """The most that these weights and the values of one plan take."""
+
+
 class FileRecord(Record):
     """A file of the bundle."""
 
@@ -442,6 +456,8 @@ class Manifest(Record):
     """Folders of further plans for other sizes: bundles of the same model, which share its weights."""
     sizes: tuple[SizeRecord, ...] = ()
     """Sizes that it was compiled for, if there were several, and sizes between them."""
+    held: dict[str, HeldRecord] = {}
+    """Device -> what it holds for all plans, if there are several; `host` for the process with all CPU devices."""
     link_levels: Annotated[int, Field(ge=1, le=2)] = 1
     """How many folders above the bundle's own the paths in `linked` begin: 2 in a plan of a bundle with linked weights.
     """

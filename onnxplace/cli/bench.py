@@ -175,8 +175,10 @@ def _format_devices(result: Benchmark) -> str:
         )
         for device in result.devices
     ]
-    for phase, measured in (("opening", process.opening_bytes), ("running", process.running_bytes)):
-        rows.append((f"process, {phase}", "-", "-", _format(format_bytes, measured), "-"))
+    phases = [("opening", process.opening_bytes, "-"), ("running", process.running_bytes, "-")]
+    if predicted := process.predicted_all_plans_bytes:
+        phases.append(("all plans", process.all_plans_bytes, format_bytes(predicted)))
+    rows += [(f"process, {phase}", "-", "-", _format(format_bytes, size), text) for phase, size, text in phases]
     return format_table(("", "busy", "predicted", "process peak", "predicted"), rows)
 
 

@@ -184,7 +184,7 @@ def _require_report(report: Path, model: Path, *inputs: Path | None, **options: 
 
 def _build_json(compiled: Compiled) -> dict[str, Any]:
     manifest = compiled.bundle.manifest
-    parts = {"model", "placer", "predicted", "trial", "repeats", "sharding", "training", "devices"}
+    parts = {"model", "placer", "predicted", "trial", "repeats", "sharding", "training", "devices", "held"}
     return {
         "bundle": str(compiled.bundle.path),
         **manifest.model_dump(include=parts | {"plans", "sizes"}),

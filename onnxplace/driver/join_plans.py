@@ -68,17 +68,17 @@ class _SharedWeights:
         """Length of weights -> where each of them is."""
         for file in bundle.list_files(with_compiled=True):
             if file.endswith(".onnx"):
-                for tensor in _list_external(_load(bundle.file(file))):
+                for tensor in list_external(load_structure(bundle.file(file))):
                     offset, length = read_external_range(tensor)
                     self._offsets[length].add(offset)
-        self._bytes = _map(self._path)
+        self._bytes = map_file(self._path)
 
     def take_over(self, folder: Path, manifest: Manifest) -> Manifest:
         """Let a plan in a folder refer to this file; return its manifest."""
-        source, files = _map(folder / SHARED_WEIGHTS), dict(manifest.files)
+        source, files = map_file(folder / SHARED_WEIGHTS), dict(manifest.files)
         for name in [name for name in files if name.endswith(".onnx")]:
-            model = _load(folder / name)
-            for tensor in (references := _list_external(model)):
+            model = load_structure(folder / name)
+            for tensor in (references := list_external(model)):
                 offset, length = read_external_range(tensor)
                 moved = self._place(source[offset : offset + length])
                 tensor.CopyFrom(
@@ -117,22 +117,25 @@ class _SharedWeights:
         start = -(-len(self._bytes) // PAGE_BYTES) * PAGE_BYTES
         with self._path.open("ab") as stream:
             stream.write(bytes(start - len(self._bytes)) + data.tobytes())
-        self._bytes = _map(self._path)
+        self._bytes = map_file(self._path)
         self._offsets[length].add(start)
         return start
 
 
-def _load(file: Path) -> ModelProto:
+def load_structure(file: Path) -> ModelProto:
+    """Return a model without the weights that are in a file."""
     import onnx
 
     return onnx.load(file, load_external_data=False)
 
 
-def _list_external(model: ModelProto) -> list[TensorProto]:
+def list_external(model: ModelProto) -> list[TensorProto]:
+    """Return the initializers of a model that are in a weights file."""
     return [tensor for tensor in model.graph.initializer if tensor.data_location == tensor.EXTERNAL]
 
 
-def _map(path: Path) -> Array:
+def map_file(path: Path) -> Array:
+    """Return the bytes of a file, which may be empty, without reading it."""
     return np.memmap(path, np.uint8, "r") if path.stat().st_size else np.zeros(0, np.uint8)
 
 

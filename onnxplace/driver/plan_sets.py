@@ -20,6 +20,7 @@ import numpy as np
 from onnxplace.bundle.bundle import SEGMENTS_FOLDER, Bundle
 from onnxplace.bundle.manifest import InputRecord, Manifest, SizeRecord
 from onnxplace.driver.join_plans import join_plans
+from onnxplace.driver.plan_memory import PlanMemory, fits_together, hold_together
 from onnxplace.driver.sources import SizedModel
 from onnxplace.driver.trials import Compiled
 from onnxplace.errors import Diagnostic, InfeasibleError, OnnxplaceError
@@ -130,12 +131,13 @@ def join_sizes(
     if len(plans) > 1 and measures:
         measures = find_trial_obstacle(*bundles) is None
     steps = np.stack([_find_steps(plans, compiled, index, sized[index], measures) for index in range(len(sized))], 1)
+    memory = [PlanMemory.of(bundle) for bundle in bundles]
     moved = sum(item.bytes for item in _list_states(bundles[0].manifest)) / MOVED_BYTES_PER_SECOND
     chosen = choose_plans(
         steps,
         weights,
         most,
-        lambda indices: fits_together([bundles[index].manifest for index in indices]),
+        lambda indices: fits_together([memory[index] for index in indices]),
         move_seconds=moved,
         is_worst_ratio=is_worst_ratio,
     )
@@ -155,6 +157,7 @@ def join_sizes(
         manifest = used[0].manifest.model_copy(update={**updates, "sizes": tuple(records)})
         return replace(kept, bundle=replace_manifest(used[0], manifest), diagnostics=diagnostics)
     updates["inputs"] = _merge_inputs([item.manifest for item in used])
+    updates["held"] = hold_together([memory[index] for index in first])
     timings = tuple(timing for item in compiled for timing in item.timings)
     return replace(kept, bundle=join_plans(used, updates, records), timings=timings, diagnostics=diagnostics)
 
@@ -202,16 +205,6 @@ def _takes(bundle: Bundle, feeds: Mapping[str, Any]) -> bool:
         or all(not isinstance(size, int) or size == actual for size, actual in zip(item.shape, feeds[item.name].shape))
         for item in bundle.inputs
     )  # fmt: skip
-
-
-def fits_together(manifests: Sequence[Manifest]) -> bool:
-    """Return whether the devices hold the weights of several plans, and the values of any one of them."""
-    weights, values, limits = dict[str, int](), dict[str, int](), dict[str, int]()
-    for device in (device for manifest in manifests for device in manifest.devices):
-        weights[device.id] = weights.get(device.id, 0) + device.weights_bytes
-        values[device.id] = max(values.get(device.id, 0), device.peak_bytes - device.weights_bytes)
-        limits[device.id] = device.limit_bytes
-    return all(weights[name] + values[name] <= limits[name] for name in limits)
 
 
 def _list_states(manifest: Manifest) -> list[Any]:

@@ -78,6 +78,9 @@ class ProcessUse:
 
     opening_bytes: int | None
     running_bytes: int | None
+    all_plans_bytes: int | None = None
+    """Of a process that has opened all plans, and run each at its size; None, as the next, if there is one plan."""
+    predicted_all_plans_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -149,11 +152,13 @@ def measure_usage(
     observer: Observer | None = None,
     in_flight: int = 1,
     runtime: Runtime | None = None,
+    around: Bundle | None = None,
 ) -> DeviceUsage:
     """Run a bundle `rounds` times on the same feeds and measure devices, links and memory.
 
     Then run some more requests, `in_flight` of them at the same time, for their timelines. The feeds include initial
-    values of states. Values that cannot be measured are noted. The runtime is `onnxruntime` by default.
+    values of states. Values that cannot be measured are noted. The runtime is `onnxruntime` by default. The memory of
+    all plans is that of the bundle `around` a plan.
     """
     runtime = runtime or create_runtime("onnxruntime")
     if observer:
@@ -161,8 +166,10 @@ def measure_usage(
     traced = _trace_requests(runtime, bundle, feeds, rounds, in_flight)
     busy = _measure_busy_seconds(runtime, bundle, feeds, rounds, traced)
     crossed, notes = _record_crossing(runtime, bundle, feeds)
-    memory = measure_memory(bundle, {**feeds, **(crossed or {})}, observer) if with_memory else BundleMemory()
+    memory = measure_memory(bundle, {**feeds, **(crossed or {})}, observer, around) if with_memory else BundleMemory()
     process = memory.process
+    opening, running = (process.opening_bytes, process.running_bytes) if process else (None, None)
+    predicted = count_process_bytes((around or bundle).manifest) if memory.all_plans_bytes else None
     return DeviceUsage(
         devices=tuple(
             DeviceUse(
@@ -176,7 +183,7 @@ def measure_usage(
         ),
         links=_compare_links(bundle, traced, crossed),
         streams=tuple(_compare_streams(bundle.manifest, traced)),
-        process=ProcessUse(process.opening_bytes, process.running_bytes) if process else ProcessUse(None, None),
+        process=ProcessUse(opening, running, memory.all_plans_bytes, predicted),
         opening=process.opening if process else None,
         timelines=traced.timelines,
         notes=(*notes, *memory.notes),

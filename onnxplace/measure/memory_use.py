@@ -11,8 +11,9 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +26,7 @@ from onnxplace.machine.hardware import available_cores, list_accelerators
 from onnxplace.machine.isolated_sessions import open_session
 from onnxplace.machine.ort_sessions import list_operator_libraries, make_session_options, use_custom_operators
 from onnxplace.measure.compare import open_reference
-from onnxplace.measure.step_inputs import RepeatedStep
+from onnxplace.measure.step_inputs import RepeatedStep, choose_step_inputs
 from onnxplace.pipeline.pipeline import Observer
 from onnxplace.pipeline.registry import create_runtime
 from onnxplace.target.device_kinds import ISOLATE
@@ -39,6 +40,8 @@ T = TypeVar("T")
 # The arena grows during the first few runs.
 MEMORY_RUNS = 4
 GPU_POLL_SECONDS = 0.002
+# Takes the place of a device where all plans of a bundle are measured.
+ALL_PLANS = "all plans"
 # Writing 5 there resets the peak memory of this process (proc(5)).
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _LIBRARY_PATTERN = re.compile(r"\.so(\.|$)")
@@ -64,7 +67,7 @@ class ProcessMemory:
     opening_bytes: int
     """Peak of the process meanwhile, with all that it had before."""
     running_bytes: int
-    """Peak while it ran requests."""
+    """Peak while it ran requests; pages of files that several sessions mapped count once."""
     own_bytes: int
     """Part of `running_bytes` that the bundle added, without newly loaded library code."""
     gpu_bytes: Mapping[str, int]
@@ -76,6 +79,8 @@ class BundleMemory:
     """Memory of a bundle; absent values could not be measured."""
 
     process: ProcessMemory | None = None
+    all_plans_bytes: int | None = None
+    """The peak of one that ran all plans, if there are several."""
     device_bytes: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[Diagnostic, ...] = ()
     """Why some values could not be measured."""
@@ -125,7 +130,7 @@ class MemoryJob:
     bundle: Path
     feeds: StoredFeeds
     device: str = ""
-    """The device whose part is run; empty for the whole bundle."""
+    """The device whose part is run; empty for the whole bundle, `ALL_PLANS` for random inputs of each plan's size."""
     runs: int = MEMORY_RUNS
     libraries: tuple[str, ...] = field(default_factory=list_operator_libraries)
     """Libraries of custom operators."""
@@ -146,7 +151,9 @@ def measure_process_memory(bundle: Bundle, feeds: Mapping[str, Any], runs: int =
         return _run_in_child(job)
 
 
-def measure_memory(bundle: Bundle, values: Mapping[str, Any], observer: Observer | None = None) -> BundleMemory:
+def measure_memory(
+    bundle: Bundle, values: Mapping[str, Any], observer: Observer | None = None, around: Bundle | None = None
+) -> BundleMemory:
     """Measure the process, and the part of each device that computes.
 
     Empty if `can_measure_memory` is false. Jobs that fail are noted and left out.
@@ -156,6 +163,7 @@ def measure_memory(bundle: Bundle, values: Mapping[str, Any], observer: Observer
         values: the feeds, and the values that cross between devices (`record_crossing_values`). A device is left out
             if a value that it receives is missing.
         observer: called before each job.
+        around: the bundle whose plan it is; by default the bundle itself.
     """
     if not can_measure_memory():
         return BundleMemory()
@@ -168,6 +176,8 @@ def measure_memory(bundle: Bundle, values: Mapping[str, Any], observer: Observer
         except OnnxplaceError as problem:
             return BundleMemory(notes=(_describe_failure(problem, ""),))
         jobs = _list_jobs(bundle, used, stored)
+        if (around or bundle).manifest.plans:
+            jobs[ALL_PLANS] = MemoryJob((around or bundle).path, StoredFeeds({}, {}), ALL_PLANS)
         for index, (device, job) in enumerate(jobs.items()):
             if observer:
                 observer(f"memory of {device or 'the process'}", index, len(jobs))
@@ -175,12 +185,12 @@ def measure_memory(bundle: Bundle, values: Mapping[str, Any], observer: Observer
                 processes[device] = _run_in_child(job)
             except OnnxplaceError as problem:
                 notes.append(_describe_failure(problem, device))
-    whole = processes.pop("", None)
+    whole, plans = processes.pop("", None), processes.pop(ALL_PLANS, None)
     device_bytes = {device: process.own_bytes for device, process in processes.items()}
     if whole:
         device_bytes |= {device: whole.own_bytes for device in used if len(used) == 1 and device.startswith("cpu:")}
         device_bytes |= whole.gpu_bytes
-    return BundleMemory(whole, device_bytes, tuple(notes))
+    return BundleMemory(whole, plans.running_bytes if plans else None, device_bytes, tuple(notes))
 
 
 def _list_jobs(bundle: Bundle, used: Sequence[str], stored: StoredFeeds) -> dict[str, MemoryJob]:
@@ -206,22 +216,26 @@ def _run_in_child(job: MemoryJob) -> ProcessMemory:
 def run_memory_job(job: MemoryJob) -> ProcessMemory:
     """Open and run a bundle in this process, which should be fresh."""
     bundle = _without_isolation(Bundle.open(job.bundle))
-    if job.device:
-        bundle = extract_device_part(bundle, job.device)
-    # A caller keeps the feeds of the whole bundle; the values sent to a part are freed by its program.
-    step = RepeatedStep(bundle, job.feeds if job.device else dict(job.feeds))
+    if job.device == ALL_PLANS:
+        bundles = [_without_isolation(plan) for plan in bundle.plans]
+        steps = [RepeatedStep(plan, choose_step_inputs(plan, None, {}, 0).first) for plan in bundles]
+    else:
+        bundles = [extract_device_part(bundle, job.device) if job.device else bundle]
+        # A caller keeps the feeds of the whole bundle; the values sent to a part are freed by its program.
+        steps = [RepeatedStep(bundles[0], job.feeds if job.device else dict(job.feeds))]
     runtime = create_runtime("onnxruntime")
-    gpu_ids = [device.id for device in bundle.target.devices if not device.is_host]
+    gpu_ids = [device.id for item in bundles for device in item.target.devices if not device.is_host]
     with use_custom_operators(job.libraries), _watch_gpus(gpu_ids) as gpu_bytes:
         _open_first_session()
         before, code = _read_memory_status("VmRSS"), _sum_library_bytes()
-        session, opening = _measure_opening(lambda: runtime.open(bundle))
-        with session:
+        sessions, opening = _measure_opening(lambda: [runtime.open(item) for item in bundles])
+        with ExitStack() as stack:
             peak = _read_memory_status("VmHWM")
             _reset_peak()
-            for _ in range(job.runs):
-                session.run(step.prepare(session))
-            running = _read_memory_status("VmHWM")
+            for session, step in zip(map(stack.enter_context, sessions), steps):
+                for _ in range(job.runs):
+                    session.run(step.prepare(session))
+            running = _read_memory_status("VmHWM") - _sum_repeated_bytes()
     own_bytes = max(running - before - (_sum_library_bytes() - code), 0)
     return ProcessMemory(opening, peak, running, own_bytes, gpu_bytes)
 
@@ -282,15 +296,25 @@ def _reset_peak() -> None:
 
 def _sum_library_bytes() -> int:
     """Return the resident bytes of shared libraries, code and data, in this process."""
-    total, counts = 0, False
+    return sum(size for (_, path), size in _iterate_mappings() if _LIBRARY_PATTERN.search(path))
+
+
+def _sum_repeated_bytes() -> int:
+    """Return the resident bytes of files in this process that were counted before, as they are mapped again."""
+    mappings = sorted(_iterate_mappings(), key=itemgetter(1))
+    return sum(size for _, size in mappings) - sum(dict(mappings).values())  # the largest of each is kept
+
+
+def _iterate_mappings() -> Iterator[tuple[tuple[str, str], int]]:
+    """Yield the offset, path and resident bytes of each mapping of a file in this process."""
+    place = ("", "")
     with open("/proc/self/smaps", encoding="utf-8", errors="replace") as lines:
         for line in lines:
             first, *rest = line.split(maxsplit=5)
             if not first.endswith(":"):
-                counts = len(rest) == 5 and bool(_LIBRARY_PATTERN.search(rest[4].strip()))
-            elif counts and first == "Rss:":
-                total += int(rest[0]) << 10
-    return total
+                place = (rest[1], rest[4].strip() if len(rest) == 5 else "")
+            elif first == "Rss:" and place[1].startswith("/"):
+                yield place, int(rest[0]) << 10
 
 
 @contextmanager

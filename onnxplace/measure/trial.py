@@ -25,7 +25,7 @@ from onnxplace.bundle.bundle_simulation import (
     predict_weight_wait_seconds,
     simulate_manifest,
 )
-from onnxplace.bundle.manifest import Manifest, RouteRecord, StreamRecord, TrialRecord
+from onnxplace.bundle.manifest import HOST, Manifest, RouteRecord, StreamRecord, TrialRecord
 from onnxplace.bundle.split_states import SplitStates
 from onnxplace.errors import Diagnostic
 from onnxplace.feeds.feeds import Array
@@ -129,7 +129,9 @@ def find_trial_obstacle(*bundles: Bundle) -> Diagnostic | None:
 
 
 def count_process_bytes(manifest: Manifest) -> int:
-    """Return the memory of a process that runs a bundle: its own, and weights and values on CPU devices."""
+    """Return the memory of a process that runs a bundle, with all plans: its own, and what CPU devices hold."""
+    if host := manifest.held.get(HOST):
+        return RUNTIME_BYTES + host.peak_bytes
     on_host = {device.id for device in manifest.target.devices if device.has_cores}
     return RUNTIME_BYTES + sum(device.peak_bytes for device in manifest.devices if device.id in on_host)
 

@@ -49,6 +49,7 @@ def compile_summary(bundle: Bundle) -> str:
         )
         for device in manifest.devices
     ]
+    held = [(name, *map(format_bytes, item.model_dump().values())) for name, item in manifest.held.items()]
     transfer_size = format_bytes(manifest.transfer_bytes)
     nodes = format_count(sum(segment.nodes for segment in manifest.segments), "node")
     return "\n".join(
@@ -58,6 +59,7 @@ def compile_summary(bundle: Bundle) -> str:
             *_format_training(manifest.training),
             *_format_sharding(manifest.sharding),
             format_table(header[:columns], (row[:columns] for row in rows)),
+            *([format_table(("all plans", "weights", "shared", "peak"), held)] if held else []),
             *(f"{pool.describe()}, and hold at most {format_bytes(size)}" for pool, size in list_pools(manifest)),
             f"segments: {len(manifest.segments)}, transfers: {manifest.transfers} ({transfer_size})",
             *_format_streams(manifest),

@@ -30,7 +30,7 @@ DEVICE_KEYS = {"id", "predicted_busy_seconds", "busy_seconds", "predicted_peak_b
 LINK_KEYS = {
     *("source", "destination", "values", "predicted_bytes", "bytes", "predicted_seconds", "seconds"),
 }
-PROCESS_KEYS = {"opening_bytes", "running_bytes"}
+PROCESS_KEYS = {"opening_bytes", "running_bytes", "all_plans_bytes", "predicted_all_plans_bytes"}
 
 
 @pytest.fixture

@@ -141,7 +141,7 @@ def test_a_failed_recording_is_noted_and_the_rest_is_measured(bundle, monkeypatc
     monkeypatch.setattr(
         device_usage,
         "measure_memory",
-        lambda bundle, values, observer: measured_values.append(values) or BundleMemory(),
+        lambda bundle, values, *others: measured_values.append(values) or BundleMemory(),
     )
     usage = measure_usage(bundle, make_feeds(bundle), 1, with_memory=True)
     (note,) = usage.notes

@@ -1,0 +1,95 @@
+"""Predict what several plans of one bundle hold together, and whether their devices have room for it.
+
+ONNX Runtime maps weights files. Sessions on CPU devices whose kernels read a weight where it lies share its pages: it
+counts once. Kernels of products and of recurrent layers pack their weights when a session is opened, so each plan has
+its own copy, and so has each plan on a device with memory of its own (measured: docs/sizes.md).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from onnxplace.bundle.bundle import Bundle
+from onnxplace.bundle.manifest import HOST, DeviceRecord, HeldRecord
+from onnxplace.driver.join_plans import SHARED_WEIGHTS, list_external, load_structure, map_file
+from onnxplace.model.nested_graphs import walk_nodes
+from onnxplace.model.tensors import read_external_range
+from onnxplace.model.weights import PAGE_BYTES
+from onnxplace.target.target import Target
+
+# Operators whose kernels read weights where they lie.
+TABLE_READERS = frozenset({"Gather", "Slice"})
+# The same in models that were optimised when they were written; opening other ones rewrites weights of convolutions.
+OPTIMISED_READERS = TABLE_READERS | {"Conv"}
+
+
+@dataclass(frozen=True)
+class PlanMemory:
+    """What devices hold for one plan."""
+
+    devices: Sequence[DeviceRecord]
+    target: Target
+    mapped: Mapping[str, Collection[tuple[int, object]]]
+    """CPU device -> the weights that its sessions read where they lie.
+
+    A weight is known by its length and by its first bytes, or by its place in a file that all plans link to.
+    """
+
+    @staticmethod
+    def of(bundle: Bundle) -> PlanMemory:
+        """Return the memory of a bundle that is not yet one of several plans."""
+        weights, mapped = map_file(bundle.file(SHARED_WEIGHTS)), dict[str, set[tuple[int, object]]]()
+        hosts = {device.id for device in bundle.target.devices if device.is_host}
+        for segment in (item for item in bundle.manifest.segments if item.device in hosts):
+            in_place = OPTIMISED_READERS if segment.optimised else TABLE_READERS
+            model = load_structure(bundle.file(segment.optimised or segment.file))
+            packed = {
+                name for node in walk_nodes(model.graph.node) if node.op_type not in in_place for name in node.input
+            }
+            for tensor in (item for item in list_external(model) if item.name not in packed):
+                offset, length = read_external_range(tensor)
+                first = weights[offset : offset + min(length, PAGE_BYTES)].tobytes()
+                mapped.setdefault(segment.device, set()).add((length, offset if bundle.manifest.linked else first))
+        return PlanMemory(bundle.manifest.devices, bundle.target, mapped)
+
+
+def hold_together(plans: Sequence[PlanMemory]) -> dict[str, HeldRecord]:
+    """Return what each device holds for some plans: the weights of all of them, and the values of any one.
+
+    The record `HOST` is that of a process with all devices on processor cores.
+    """
+    devices = {device.id: device for plan in plans for device in plan.target.devices}
+    groups = {name: {name} for name in devices} | {HOST: {name for name, item in devices.items() if item.has_cores}}
+    return {name: _hold(plans, group) for name, group in groups.items()}
+
+
+def _hold(plans: Sequence[PlanMemory], group: Collection[str]) -> HeldRecord:
+    own = [[item for item in plan.devices if item.id in group] for plan in plans]
+    uses = Counter(key for plan in plans for name in group for key in plan.mapped.get(name, ()))
+    shared = sum((count - 1) * length for (length, _), count in uses.items())
+    weights = sum(item.weights_bytes for items in own for item in items) - shared
+    values = max(sum(item.peak_bytes - item.weights_bytes for item in items) for items in own)
+    return HeldRecord(weights_bytes=weights, shared_bytes=shared, peak_bytes=weights + values)
+
+
+def fits_together(plans: Sequence[PlanMemory]) -> bool:
+    """Return whether the devices of some plans have room for what they hold together.
+
+    Devices that share processors share the memory of these: `cpu:0-1` has that of `cpu:0` and of `cpu:1`. A pool holds
+    what is on its devices, and on others with their processors.
+    """
+    devices, held = {device.id: device for plan in plans for device in plan.target.devices}, hold_together(plans)
+    every, sizes = Target(tuple(devices.values())), np.array([held[name].peak_bytes for name in devices])
+    limits = np.array([device.memory_bytes for device in every.devices])
+    for pool in (pool for plan in plans for pool in plan.target.pools):
+        members = every.conflicts[[every.position(name) for name in pool.devices]].any(axis=0)
+        if sizes[members].sum() > pool.memory_bytes:
+            return False
+    # Each processor has the part of its devices' memory; devices may share processors by way of others.
+    rooms = (every.processors * np.ceil(limits / every.processors.sum(axis=1))[:, None]).max(axis=0)
+    sharing = np.linalg.matrix_power(every.conflicts, len(limits))
+    return bool((sizes <= limits).all() and (sharing @ sizes <= sharing @ every.processors @ rooms).all())
