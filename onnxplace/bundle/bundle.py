@@ -162,9 +162,7 @@ class Bundle:
             message = f"a file listed in the manifest cannot be read: {problem.strerror}"
             raise BundleError("N002", message, where=str(problem.filename or path), hint=DAMAGED_HINT) from None
         weights = f"{SEGMENTS_FOLDER}/{WEIGHTS_FILE}"
-        models = [
-            name for segment in manifest.segments for name in (segment.file, *(item.file for item in segment.sized))
-        ]
+        models = [item.file for segment in manifest.segments for item in (segment, segment.static) if item]
         plans = [f"{name}/{MANIFEST_FILE}" for name in manifest.plans]
         for name in (WHOLE_MODEL_FILE, weights, *models, *plans, *sorted(bundle.compiled_files)):
             if name not in manifest.files:

@@ -9,14 +9,14 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
 from onnxplace.bundle.bundle import Bundle
 from onnxplace.bundle.bundle_routes import list_routes
-from onnxplace.bundle.manifest import SegmentRecord, SizedRecord
+from onnxplace.bundle.manifest import SegmentRecord, StaticRecord
 from onnxplace.errors import (
     BundleError,
     Diagnostic,
@@ -147,50 +147,48 @@ class OpenSegment:
         return list(self.session.run_with_ort_values(self._names, feeds, options))
 
 
-class SizedSegment(OpenSegment):
-    """A segment on a device that needs static shapes: a session for each compiled size, and one on the host.
+class StaticSegment(OpenSegment):
+    """A segment on a device that needs static shapes: a session for the compiled sizes, and one on the host for others.
 
     Args:
-        sessions: With the size of each.
-        open_host: Opens the session for other sizes, when the first request has them.
+        session: The first one; None if the device has none.
+        open_host: Returns the second one, which it opens when a request first needs it.
     """
 
     def __init__(
         self,
         record: SegmentRecord,
+        session: Any,
         device: PlacedDevice,
         leaving: Collection[str],
-        sessions: Sequence[tuple[SizedRecord, Any]],
         open_host: Callable[[], Any],
     ) -> None:
-        self._sessions, self._open_host = sessions, open_host
-        self._host = None if sessions else open_host()
-        super().__init__(record, self._host or sessions[0][1], device, leaving)
+        super().__init__(record, session or open_host(), device, leaving)
+        self._static, self._open_host = session, open_host
 
     def run(self, values: dict[str, Any], kept_alive: list[Any], options: Any) -> None:
         """Compute the outputs with the session for the sizes of the inputs."""
-        for size, session in self._sessions:
-            if _has_size(size, values):
-                self.session, self._inputs = session, (*_list_inputs(self.record, size), *self.record.streamed)
-                break
+        static = self.record.static
+        if static and self._static and _has_size(static, values):
+            self.session, inputs = self._static, _list_inputs(self.record)
         else:
-            self._host = self._host or self._open_host()
-            self.session, self._inputs = self._host, (*self.record.inputs, *self.record.streamed)
-            varying = dict.fromkeys(name for size, _ in self._sessions for name in size.shapes)
-            found = ", ".join(f"{name!r} {list(_shape_of(values[name]))}" for name in varying if name in values)
+            self.session, inputs = self._open_host(), self.record.inputs
+            varying = [name for name in (static.shapes if static else ()) if name in values]
+            found = ", ".join(f"{name!r} {list(_shape_of(values[name]))}" for name in varying)
             self.device.report_host(f"no session of segment {self.record.id} is for {found or 'these sizes'}")
+        self._inputs = (*inputs, *self.record.streamed)
         super().run(values, kept_alive, options)
 
 
-def _list_inputs(record: SegmentRecord, size: SizedRecord) -> tuple[str, ...]:
-    """Return the inputs of a segment that are not constants in its model for a size."""
-    return tuple(name for name in record.inputs if name not in size.values)
+def _list_inputs(record: SegmentRecord) -> tuple[str, ...]:
+    """Return the inputs of a segment that are not constants in its model of static shapes."""
+    return tuple(name for name in record.inputs if not record.static or name not in record.static.values)
 
 
-def _has_size(size: SizedRecord, values: Mapping[str, Any]) -> bool:
-    """Return whether the inputs of a segment are those that its model for a size is for."""
-    return all(name in values and _shape_of(values[name]) == shape for name, shape in size.shapes.items()) and all(
-        to_python(values[name]).tobytes().hex() == digits for name, digits in size.values.items()
+def _has_size(static: StaticRecord, values: Mapping[str, Any]) -> bool:
+    """Return whether the inputs of a segment are those that its model of static shapes is for."""
+    return all(name in values and _shape_of(values[name]) == shape for name, shape in static.shapes.items()) and all(
+        to_python(values[name]).tobytes().hex() == digits for name, digits in static.values.items()
     )
 
 
@@ -205,17 +203,16 @@ def open_segment(bundle: Bundle, record: SegmentRecord, device: PlacedDevice) ->
     Raises BundleError if its file changed since the compile or contradicts the manifest, and ModelError if ONNX Runtime
     refuses it although it did not change.
     """
-    leaving = _find_leaving(bundle, record)
+    leaving, session = _find_leaving(bundle, record), None
     if not device.kind.needs_static_shapes:
         return OpenSegment(record, _open_fastest(bundle, record, device), device, leaving)
-    sessions = []
-    for size in record.sized:
-        sized = record.model_copy(update={"file": size.file, "inputs": _list_inputs(record, size), "optimised": ""})
+    if record.static:
+        updates = {"file": record.static.file, "inputs": _list_inputs(record), "optimised": ""}
         try:
-            sessions.append((size, _open_fastest(bundle, sized, device)))
+            session = _open_fastest(bundle, record.model_copy(update=updates), device)
         except ModelError as problem:  # a provider may claim nodes and then fail to compile them
             device.report_host(f"segment {record.id} cannot be opened on it: {problem.message}")
-    return SizedSegment(record, device, leaving, sessions, lambda: _open_on_host(bundle, record))
+    return StaticSegment(record, session, device, leaving, cache(partial(_open_on_host, bundle, record)))
 
 
 def _open_fastest(bundle: Bundle, record: SegmentRecord, device: PlacedDevice) -> Any:
@@ -226,7 +223,7 @@ def _open_fastest(bundle: Bundle, record: SegmentRecord, device: PlacedDevice) -
         with suppress(OnnxplaceError), without_optimisations():  # it may be removed, or damaged
             bundle.check_files(record.optimised)
             return _open(bundle, record, record.optimised, device)
-    fitting = [item for item in record.compiled if item.source == record.file] if uses_optimisations() else []
+    fitting = record.compiled if uses_optimisations() else ()
     made_for = device.kind.describe_compiler(address) if fitting else ""
     for item in (item for item in fitting if item.made_for == made_for):
         try:
