@@ -6,7 +6,7 @@ import copy
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -150,21 +150,19 @@ class OpenSegment:
 class StaticSegment(OpenSegment):
     """A segment on a device that needs static shapes: a session for the compiled sizes, and one on the host for others.
 
+    The host has all cores, and opens its session when a request first needs it.
+
     Args:
-        session: The first one; None if the device has none.
-        open_host: Returns the second one, which it opens when a request first needs it.
+        bundle: Has the segment.
+        record: The segment.
+        session: Its session on the device; None if that cannot be opened, or if its sizes depend on data.
+        device: The device.
     """
 
-    def __init__(
-        self,
-        record: SegmentRecord,
-        session: Any,
-        device: PlacedDevice,
-        leaving: Collection[str],
-        open_host: Callable[[], Any],
-    ) -> None:
-        super().__init__(record, session or open_host(), device, leaving)
-        self._static, self._open_host = session, open_host
+    def __init__(self, bundle: Bundle, record: SegmentRecord, session: Any, device: PlacedDevice) -> None:
+        host = PlacedDevice(Device("cpu:0", 1), available_cores())
+        self._static, self._open_host = session, cache(partial(_open, bundle, record, record.file, host))
+        super().__init__(record, session or self._open_host(), device, _find_leaving(bundle, record))
 
     def run(self, values: dict[str, Any], kept_alive: list[Any], options: Any) -> None:
         """Compute the outputs with the session for the sizes of the inputs."""
@@ -203,16 +201,16 @@ def open_segment(bundle: Bundle, record: SegmentRecord, device: PlacedDevice) ->
     Raises BundleError if its file changed since the compile or contradicts the manifest, and ModelError if ONNX Runtime
     refuses it although it did not change.
     """
-    leaving, session = _find_leaving(bundle, record), None
     if not device.kind.needs_static_shapes:
-        return OpenSegment(record, _open_fastest(bundle, record, device), device, leaving)
+        return OpenSegment(record, _open_fastest(bundle, record, device), device, _find_leaving(bundle, record))
+    session = None
     if record.static:
         updates = {"file": record.static.file, "inputs": _list_inputs(record), "optimised": ""}
         try:
             session = _open_fastest(bundle, record.model_copy(update=updates), device)
         except ModelError as problem:  # a provider may claim nodes and then fail to compile them
             device.report_host(f"segment {record.id} cannot be opened on it: {problem.message}")
-    return StaticSegment(record, session, device, leaving, cache(partial(_open_on_host, bundle, record)))
+    return StaticSegment(bundle, record, session, device)
 
 
 def _open_fastest(bundle: Bundle, record: SegmentRecord, device: PlacedDevice) -> Any:
@@ -256,14 +254,6 @@ def _open(bundle: Bundle, record: SegmentRecord, file: str, device: PlacedDevice
         raise
     _require_declared_interface(bundle, record, session)
     device.memory.adopt(session, where)
-    return session
-
-
-def _open_on_host(bundle: Bundle, record: SegmentRecord) -> Any:
-    """Return a session of a segment on all cores, for any sizes."""
-    options = make_session_options(available_cores(), entries=bundle.session_entries, keeps_order=record.keeps_order)
-    session = open_session(bundle.file(record.file), options, where=f"segment {record.id}")
-    _require_declared_interface(bundle, record, session)
     return session
 
 
