@@ -178,9 +178,10 @@ class Bundle:
 
     @cached_property
     def compiled_files(self) -> frozenset[str]:
-        """Return the files of compiled and optimised models, which users may remove."""
-        segments = self.manifest.segments
+        """Return the files of compiled and optimised models, also those of further plans, which users may remove."""
+        segments, plans = self.manifest.segments, tuple(f"{name}/" for name in self.manifest.plans)
         names = {name for segment in segments for item in segment.compiled for name in item.files}
+        names |= {name for name in self.manifest.files if name.startswith(plans) and _COMPILED_PATTERN.search(name)}
         return frozenset(names | {segment.optimised for segment in segments} - {""})
 
     def list_files(self, with_compiled: bool) -> list[str]:
@@ -349,6 +350,7 @@ def _suggest_bundle(file: Path) -> str:
     return f"a model is compiled first: onnxplace compile {format_path(file)} -o {format_path(bundle)}"
 
 
+_COMPILED_PATTERN = re.compile(r"\.(compiled|optimised)[._]")
 _VERSION_PATTERN = re.compile(r"[0-9]{1,6}\.[0-9]{1,6}")
 
 

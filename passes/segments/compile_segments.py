@@ -166,7 +166,8 @@ def _compile(source: Path, path: Path, device: Device, entries: Mapping[str, str
 
     Raises OnnxplaceError.
     """
-    writing = {"ep.context_enable": "1", "ep.context_file_path": str(path), "ep.context_embed_mode": "0"}
+    entries = {**entries, "ep.context_file_path": str(path)}  # where linked weights are elsewhere, also to open it
+    writing = {"ep.context_enable": "1", "ep.context_embed_mode": "0"}
     sessions, times = [], [time.perf_counter()]
     for model, more in ((source, writing), (path, {})):
         if not model.exists():

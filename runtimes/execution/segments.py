@@ -240,6 +240,8 @@ def _open_fastest(bundle: Bundle, record: SegmentRecord, device: PlacedDevice) -
 def _open(bundle: Bundle, record: SegmentRecord, file: str, device: PlacedDevice) -> Any:
     """Return a session of a segment, whose model is in `file`, on its device."""
     entries = {**bundle.session_entries, **device.memory.session_entries()}
+    if bundle.session_entries and file in bundle.compiled_files:  # its binary files are here, not where weights are
+        entries["ep.context_file_path"] = str(bundle.file(file))
     if len(device.processors) > 1:  # threads that spin after a run would keep others from their cores
         entries["session.force_spinning_stop"] = "1"
     options = make_session_options(device.cores, entries=entries, keeps_order=record.keeps_order)

@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 
 import numpy as np
+import onnx
 import pytest
 from onnx import parser
 
@@ -73,6 +74,27 @@ def test_each_plan_has_the_compiled_models_of_its_size(static, model_file, tmp_p
             (y,) = session.run({"x": np.ones((batch, 64), np.float32)}).outputs.values()
         assert y.shape == (batch, 64)
         assert static.opened == COMPILED
+
+
+def test_compiled_models_are_beside_the_segments_where_weights_are_elsewhere(static, model_file, tmp_path):
+    proto = onnx.load(model_file)
+    onnx.save(proto, tmp_path / "linked.onnx", save_as_external_data=True, location="linked.bin", size_threshold=0)
+    bundle = compile_model_here(tmp_path / "linked.onnx", tmp_path, link_weights=True).bundle
+    assert list(bundle.manifest.linked) == ["linked.bin"]
+    static.opened.clear()
+    assert run(bundle).shape == (4, 64)
+    assert static.opened == COMPILED
+
+
+def test_compiled_models_of_further_plans_may_be_removed(static, model_file, tmp_path):
+    bundle = compile_model_here(model_file, tmp_path, shape=[1, 4], trial=False).bundle
+    removed = [bundle.file(name) for name in bundle.compiled_files if name.startswith("plan1/")]
+    assert sorted(file.name for file in removed) == [COMPILED[0], f"{COMPILED[0]}.bin"]
+    for file in removed:
+        file.unlink()
+    plan = onnxplace.load(bundle.path, check="all").plans[1]
+    with pytest.warns(NoteWarning, match="this file of the bundle is missing"):
+        assert run(plan).shape == (4, 64)
 
 
 def test_both_times_to_open_are_in_the_summary(bundle):
