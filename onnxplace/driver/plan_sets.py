@@ -37,8 +37,6 @@ from onnxplace.utils.quantities import format_milliseconds
 MIN_PLAN_GAIN = 0.04
 # Sizes that are tried between two that take different plans: each halves the range in which the other one takes over.
 MAX_HALVINGS = 3
-# More sizes, each of which is compiled, are a mistake.
-MAX_SIZES = 32
 # States that move between plans pass through the host's memory, read and written.
 MOVED_BYTES_PER_SECOND = 2e9
 
