@@ -127,8 +127,8 @@ def join_sizes(
         measures: Whether the plans may run here.
         is_worst_ratio: As for `choose_plans`.
     """
-    distinct = list({_identify(item.bundle): item for item in reversed(compiled)}.values())
-    plans = [item for item in compiled if item in distinct]
+    keys = [_identify(item.bundle) for item in compiled]
+    plans = [item for index, item in enumerate(compiled) if keys[index] not in keys[:index]]
     bundles = [item.bundle for item in plans]
     weights = np.array([item.weight for item in sized])
     if len(plans) > 1 and measures:
@@ -143,6 +143,10 @@ def join_sizes(
         move_seconds=moved,
         is_worst_ratio=is_worst_ratio,
     )
+    # Where a size has its plan, the host takes no other plan's part in it on a device that needs static shapes.
+    own = np.array([[key == other for other in keys] for key in dict.fromkeys(keys)])
+    static = np.array([any(segment.static for segment in bundle.manifest.segments) for bundle in bundles])
+    steps[static[:, None] & ~own & own[list(chosen)].any(axis=0)] = math.inf
     # Whoever knows nothing of plans runs the first one: it takes all sizes, with whole operators, if one does.
     first = sorted(
         chosen, key=lambda index: (not np.isfinite(steps[index]).all(), bool(bundles[index].manifest.sharding), index)

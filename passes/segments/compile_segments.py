@@ -33,18 +33,14 @@ from onnxplace.utils.file_locks import temporary_folder
 from onnxplace.utils.progress import report_progress
 
 
-def needs_sizes(state: State, segment: Segment) -> bool:
-    """Return whether a segment runs on a device that needs static shapes, on any route."""
-    return any(device.needs_static_shapes for device in _list_devices(state, segment))
-
-
 def may_be_optimised(state: State, segment: Segment) -> bool:
     """Return whether a segment may be opened as ONNX Runtime optimised it for the processor of this machine."""
     is_optimised = bool(describe_optimiser()) and not state[Model].keeps_order
-    return is_optimised and any(device.is_host for device in _list_devices(state, segment))
+    return is_optimised and any(device.is_host for device in list_segment_devices(state, segment))
 
 
-def _list_devices(state: State, segment: Segment) -> list[Device]:
+def list_segment_devices(state: State, segment: Segment) -> list[Device]:
+    """Return the devices that run a segment, on any route."""
     devices = dict.fromkeys(int(route[segment.device]) for route in list_device_maps(state))
     return [state.target.devices[index] for index in devices if index >= 0]
 
@@ -133,7 +129,7 @@ def compile_segments(
     for number, (segment, record) in enumerate(zip(state[Segments].segments, segments)):
         report_progress(number, len(segments))
         compiled = dict[str, CompiledRecord]()  # equal hardware shares one
-        for device in _list_devices(state, segment):
+        for device in list_segment_devices(state, segment):
             kind = find_kind(device.kind)
             model = record.static if kind.needs_static_shapes else record
             made_for = "" if find_device_problem(device) else kind.describe_compiler(device.address)

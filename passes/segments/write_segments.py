@@ -36,8 +36,8 @@ from onnxplace.model.tensors import format_type, parse_type, read_shape_entries
 from onnxplace.model.weights import WeightFile
 from onnxplace.passes.segments.compile_segments import (
     compile_segments,
+    list_segment_devices,
     may_be_optimised,
-    needs_sizes,
     optimise_segment,
     specialise,
 )
@@ -190,7 +190,8 @@ def write_bundle_files(
                 if data is not None:
                     updates["optimised"] = f"{stem}.optimised.onnx"
                     folder.write(updates["optimised"], data)
-            if needs_sizes(state, segment) and (static := specialise(proto, stem, shapes, values)):
+            needs_sizes = any(device.needs_static_shapes for device in list_segment_devices(state, segment))
+            if needs_sizes and (static := specialise(proto, stem, shapes, values)):
                 updates["static"], data = static
                 folder.write(updates["static"].file, data)
             records.append(_describe_segment(state, number, f"{stem}.onnx", **updates))

@@ -10,6 +10,7 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 import tempfile
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -19,6 +20,7 @@ from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from onnx import TensorProto, helper, parser
 
 import onnxplace
+from onnxplace.driver import plan_sets
 from onnxplace.driver.compile import compile_model
 from onnxplace.errors import ModelError, NoteWarning
 from onnxplace.feeds.synthetic import zero_feeds
@@ -114,6 +116,20 @@ def test_several_sizes_are_plans_of_which_each_runs_on_the_device_at_its_own_siz
                 (actual,) = run_plan(plan, {"x": x}).values()
             assert len(notes) == (batch != own)
             np.testing.assert_allclose(actual, plain.run(None, {"x": x})[0], rtol=1e-4)
+
+
+def test_a_plan_for_another_size_is_not_taken_although_the_host_is_faster(static, model_file, tmp_path, monkeypatch):
+    def run_trials(bundles, feeds, **_):
+        """Return steps as if the host, which runs sizes other than a plan's own, were faster than the device."""
+        own = [bundle.manifest.dimensions["batch"] == len(feeds["x"]) for bundle in bundles]
+        return [SimpleNamespace(step_seconds=9.0 if is_own else 1.0) for is_own in own]
+
+    monkeypatch.setattr(plan_sets, "run_trials", run_trials)
+    options = {"devices": "static:0", "shape": {"batch": [1, 4]}, "pipeline": PIPELINE, "force": True}
+    bundle = onnxplace.compile(model_file, tmp_path / "bundle", **options)
+    assert [item.seconds for item in bundle.manifest.sizes] == [(9.0, None), (None, 9.0)]
+    bundle = onnxplace.compile(model_file, tmp_path / "bundle", **options, plans=1)
+    assert [item.seconds for item in bundle.manifest.sizes] == [(9.0,), (1.0,)]
 
 
 def test_with_one_plan_the_host_runs_the_other_size_as_the_trial_knows(static, model_file, tmp_path):

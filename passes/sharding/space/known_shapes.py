@@ -330,8 +330,14 @@ def fix_sizes(model: Model) -> Model:
 
     Raises InfeasibleError for a carried state of other sizes after the first call, such as a cache that grows.
     """
-    shapes = model.input_shapes()
-    require_constant_states(model, shapes)
+    shapes, after = model.input_shapes(), infer_all_shapes(model) if model.states else {}
+    for name, output in model.states.items():
+        before, new = list(shapes.get(name, ())), after.get(model.sources.get(output, output))
+        if name in shapes and new is not None and list(new) != before:
+            message = f"a call changes state {name!r} from {before} to {list(new)}, but sizes are to be fixed"
+            causes = "--fixed-sizes, `fixed` or `microbatch`"
+            hint = f"leave out what fixes sizes ({causes}), or the state's --state, to feed it with each call"
+            raise InfeasibleError("L060", message, where=f"{model.name}, state {output}={name}", hint=hint)
     inputs = [with_shape(value, shapes.get(value.name)) for value in model.inputs]
     known = {key: size for key, size in model.dimensions.items() if size is not None}
     outputs = [_fill(value, known) for value in model.outputs]
@@ -347,18 +353,6 @@ def report_fixed_sizes(model: Model, fixed: Model, reason: str) -> list[Diagnost
     listed = ", ".join(f"{name} {list(shapes[name])}" for name in symbolic[:3])
     message = f"{reason} need fixed sizes: the bundle takes these inputs alone: {listed}"
     return [Diagnostic("L065", message, hint="--shape gives the sizes, as in --shape batch=8")]
-
-
-def require_constant_states(model: Model, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Raise InfeasibleError if a call changes the shape of a state."""
-    after = infer_all_shapes(model) if model.states else {}
-    for name, output in model.states.items():
-        before, new = list(shapes.get(name, ())), after.get(model.sources.get(output, output))
-        if name in shapes and new is not None and list(new) != before:
-            message = f"a call changes state {name!r} from {before} to {list(new)}, but sizes are to be fixed"
-            causes = "--fixed-sizes, `fixed` or `microbatch`"
-            hint = f"leave out what fixes sizes ({causes}), or the state's --state, to feed it with each call"
-            raise InfeasibleError("L060", message, where=f"{model.name}, state {output}={name}", hint=hint)
 
 
 def _is_fixed(value: ValueInfoProto) -> bool:
