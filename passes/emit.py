@@ -12,7 +12,6 @@ from onnxplace.model.loading import require_unchanged
 from onnxplace.model.model import Model
 from onnxplace.passes.batching.batch_flow import find_batch_axes
 from onnxplace.passes.cost_files.cost_file import format_costs
-from onnxplace.passes.segments.compile_segments import KnownValues
 from onnxplace.passes.segments.segment_predictions import predict_bundle
 from onnxplace.passes.segments.write_segments import write_bundle_files
 from onnxplace.passes.sharding.space.known_shapes import infer_shapes_and_values
@@ -48,20 +47,15 @@ class Emit(Pass):
         original = Original.of(state)
         predicted = state if Prediction in state else state.with_facts(predict_bundle(state))
         costs, batching = format_costs(original.profile), find_batch_axes(original.model)
+        needs_sizes = any(device.needs_static_shapes for device in state.target.devices)
+        shapes, values = infer_shapes_and_values(state[Model]) if needs_sizes else ({}, {})
         with stage_output(path, self.force) as staging:
             try:
                 notes = write_bundle_files(
-                    predicted, staging.folder, self.pipeline, costs, linkable_folder, batching, _list_sizes(state)
+                    predicted, staging.folder, self.pipeline, costs, linkable_folder, batching, shapes, values
                 )
             except OSError as error:
                 raise disk_error(error, format_path(path)) from None
             require_unchanged(state[Model])
             staging.place(staging.folder)
         return state.with_facts(Emitted(path)).with_notes(*notes)
-
-
-def _list_sizes(state: State) -> list[KnownValues]:
-    """Return what follows from each of the compiled sizes, if a device needs static shapes."""
-    if not any(device.needs_static_shapes for device in state.target.devices):
-        return []
-    return [KnownValues(*infer_shapes_and_values(state[Model]))]

@@ -19,7 +19,7 @@ from onnxplace.model.lowering import with_shape
 from onnxplace.model.model import Model
 from onnxplace.model.nested_graphs import captured_names, has_subgraphs, iterate_subgraphs
 from onnxplace.model.tensors import tensor_size
-from onnxplace.passes.sharding.space.known_shapes import infer_shapes_and_values, require_constant_states
+from onnxplace.passes.sharding.space.known_shapes import fix_sizes, infer_shapes_and_values
 from onnxplace.state import Pass, State
 
 # Folding these would undo a quantisation that ONNX Runtime can still fuse.
@@ -67,15 +67,13 @@ def _fix_sizes(model: Model) -> Model:
     Some providers take a Reshape or Expand only if its target is a constant.
     """
     shapes, values = infer_shapes_and_values(model)
-    require_constant_states(model, model.input_shapes())
     returned = {model.sources.get(output.name, output.name) for output in model.outputs}
     computed = {name for node in model.nodes for name in node.output if name in values} - returned
     nodes = [node for node in model.nodes if not all(name in computed for name in node.output if name)]
     kept = {name for node in nodes for name in node.output}
     constants = {name: values[name] for name in computed - kept}
     return replace(
-        model.replacing(nodes, {**model.initializers, **constants}),
-        inputs=tuple(with_shape(value, model.input_shapes().get(value.name)) for value in model.inputs),
+        fix_sizes(model).replacing(nodes, {**model.initializers, **constants}),
         outputs=tuple(with_shape(value, shapes.get(value.name)) for value in model.outputs),
     )
 

@@ -162,9 +162,7 @@ class Bundle:
             message = f"a file listed in the manifest cannot be read: {problem.strerror}"
             raise BundleError("N002", message, where=str(problem.filename or path), hint=DAMAGED_HINT) from None
         weights = f"{SEGMENTS_FOLDER}/{WEIGHTS_FILE}"
-        models = [
-            name for segment in manifest.segments for name in (segment.file, *(item.file for item in segment.sized))
-        ]
+        models = [item.file for segment in manifest.segments for item in (segment, segment.static) if item]
         plans = [f"{name}/{MANIFEST_FILE}" for name in manifest.plans]
         for name in (WHOLE_MODEL_FILE, weights, *models, *plans, *sorted(bundle.compiled_files)):
             if name not in manifest.files:
@@ -182,9 +180,10 @@ class Bundle:
 
     @cached_property
     def compiled_files(self) -> frozenset[str]:
-        """Return the files of compiled and optimised models, which users may remove."""
-        segments = self.manifest.segments
+        """Return the files of compiled and optimised models, also those of further plans, which users may remove."""
+        segments, plans = self.manifest.segments, tuple(f"{name}/" for name in self.manifest.plans)
         names = {name for segment in segments for item in segment.compiled for name in item.files}
+        names |= {name for name in self.manifest.files if name.startswith(plans) and _COMPILED_PATTERN.search(name)}
         return frozenset(names | {segment.optimised for segment in segments} - {""})
 
     def list_files(self, with_compiled: bool) -> list[str]:
@@ -362,6 +361,7 @@ def _suggest_bundle(file: Path) -> str:
     return f"a model is compiled first: onnxplace compile {format_path(file)} -o {format_path(bundle)}"
 
 
+_COMPILED_PATTERN = re.compile(r"\.(compiled|optimised)[._]")
 _VERSION_PATTERN = re.compile(r"[0-9]{1,6}\.[0-9]{1,6}")
 
 

@@ -106,10 +106,11 @@ class ValueRecord(Record):
     readers: tuple[str, ...]
 
 
-class SizedRecord(Record):
-    """A segment for devices that need static shapes: its model for one size."""
+class StaticRecord(Record):
+    """A segment for devices that need static shapes: its model for the sizes that the bundle was compiled for."""
 
     file: str
+    """That of the segment where the sizes of its inputs never vary."""
     shapes: dict[str, Annotated[tuple[Dimension, ...], Field(max_length=MAX_RANK)]] = {}
     """Shapes of the inputs whose sizes vary in other requests."""
     values: dict[str, str] = {}
@@ -119,14 +120,12 @@ class SizedRecord(Record):
 class CompiledRecord(Record):
     """A segment as a provider compiled it: a model whose EPContext nodes refer to binary files beside it."""
 
-    source: str
-    """The file of the segment, or of its model for one size."""
     files: Annotated[tuple[str, ...], Field(min_length=1)]
     """The model, then its binary files; a bundle works without them."""
     made_for: str
     """Provider, hardware, ONNX Runtime and options that it was compiled for, and is opened with."""
     compile_seconds: Seconds
-    """Measured time to open its source."""
+    """Measured time to open the model from which it was compiled."""
     open_seconds: Seconds
     """Measured time to open it."""
 
@@ -150,10 +149,13 @@ class SegmentRecord(Record):
     """Weights that stream: they are inputs of its model, in addition to `inputs`, and one block in the pool."""
     planned_seconds: Seconds | None = None
     """Predicted from the costs of its nodes; None if there was no trial."""
-    sized: tuple[SizedRecord, ...] = ()
-    """Its models for devices that need static shapes; the host computes it at other sizes."""
+    static: StaticRecord | None = None
+    """Its model for devices that need static shapes; None if no device does, or if sizes depend on data.
+
+    The host computes it at other sizes.
+    """
     compiled: tuple[CompiledRecord, ...] = ()
-    """Compiled models of it, by source and hardware."""
+    """Compiled models of it, by hardware."""
     optimised: str = ""
     """Its model as ONNX Runtime optimised it for the processor of `optimised_for`; a bundle works without it."""
 

@@ -9,35 +9,39 @@ session knows where one becomes faster than the other.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from onnxplace.bundle.bundle import SEGMENTS_FOLDER, Bundle
-from onnxplace.bundle.manifest import InputRecord, Manifest, SizeRecord
+from onnxplace.bundle.bundle import Bundle
+from onnxplace.bundle.manifest import InputRecord, Manifest, OutputRecord, SizeRecord
 from onnxplace.driver.join_plans import join_plans
 from onnxplace.driver.plan_memory import PlanMemory, fits_together, hold_together
 from onnxplace.driver.sources import SizedModel
 from onnxplace.driver.trials import Compiled
-from onnxplace.errors import Diagnostic, InfeasibleError, OnnxplaceError
+from onnxplace.errors import Diagnostic, InfeasibleError, NoteWarning, OnnxplaceError
 from onnxplace.feeds.dimensions import drop_derived_sizes
 from onnxplace.graph.op_graph import Floats
+from onnxplace.measure.cached_trials import build_trial_key
 from onnxplace.measure.trial import find_trial_obstacle, replace_manifest, run_trials
 from onnxplace.model.lowering import bind
+from onnxplace.model.model import Model
+from onnxplace.model.tensors import read_shape_entries
 from onnxplace.utils.quantities import format_milliseconds
 
 # A further plan has to make the step of some size shorter by more than this, or it is not worth opening.
 MIN_PLAN_GAIN = 0.04
 # Sizes that are tried between two that take different plans: each halves the range in which the other one takes over.
 MAX_HALVINGS = 3
-# More sizes, each of which is compiled, are a mistake.
-MAX_SIZES = 32
 # States that move between plans pass through the host's memory, read and written.
 MOVED_BYTES_PER_SECOND = 2e9
+
+AnyDeclared = TypeVar("AnyDeclared", InputRecord, OutputRecord)
 
 
 @dataclass(frozen=True)
@@ -124,8 +128,8 @@ def join_sizes(
         measures: Whether the plans may run here.
         is_worst_ratio: As for `choose_plans`.
     """
-    distinct = list({_identify(item.bundle): item for item in reversed(compiled)}.values())
-    plans = [item for item in compiled if item in distinct]
+    keys = [_identify(item.bundle) for item in compiled]
+    plans = [item for index, item in enumerate(compiled) if keys[index] not in keys[:index]]
     bundles = [item.bundle for item in plans]
     weights = np.array([item.weight for item in sized])
     if len(plans) > 1 and measures:
@@ -141,6 +145,10 @@ def join_sizes(
         move_seconds=moved,
         is_worst_ratio=is_worst_ratio,
     )
+    # Where a size has its plan, the host takes no other plan's part in it on a device that needs static shapes.
+    own = np.array([[key == other for other in keys] for key in dict.fromkeys(keys)])
+    static = np.array([any(segment.static for segment in bundle.manifest.segments) for bundle in bundles])
+    steps[static[:, None] & ~own & own[list(chosen)].any(axis=0)] = math.inf
     # Whoever knows nothing of plans runs the first one: it takes all sizes, with whole operators, if one does.
     first = sorted(
         chosen, key=lambda index: (not np.isfinite(steps[index]).all(), bool(bundles[index].manifest.sharding), index)
@@ -156,7 +164,8 @@ def join_sizes(
     if len(used) == 1:
         manifest = used[0].manifest.model_copy(update={**updates, "sizes": tuple(records)})
         return replace(kept, bundle=replace_manifest(used[0], manifest), diagnostics=diagnostics)
-    updates["inputs"] = _merge_inputs([item.manifest for item in used])
+    updates["inputs"] = _merge_declared([item.manifest.inputs for item in used], sized[0].model)
+    updates["outputs"] = _merge_declared([item.manifest.outputs for item in used], sized[0].model)
     updates["held"] = hold_together([memory[index] for index in first])
     timings = tuple(timing for item in compiled for timing in item.timings)
     return replace(kept, bundle=join_plans(used, updates, records), timings=timings, diagnostics=diagnostics)
@@ -170,13 +179,9 @@ def _list_notes(notes: Sequence[Diagnostic], bundles: Sequence[Bundle]) -> list[
     return [note for note in dict.fromkeys(notes) if note.code != "P010" or note.where not in used]
 
 
-def _identify(bundle: Bundle) -> tuple[object, ...]:
-    """Return what tells the plan of a bundle from others."""
-    manifest = bundle.manifest
-    segments = tuple(manifest.files[segment.file].sha256 for segment in manifest.segments)
-    sized = tuple(manifest.files[item.file].sha256 for segment in manifest.segments for item in segment.sized)
-    weights = manifest.files[f"{SEGMENTS_FOLDER}/weights.bin"].sha256
-    return (segments, sized, weights, manifest.model_dump_json(include={"programs", "states", "routes", "streams"}))
+def _identify(bundle: Bundle) -> str:
+    """Return what tells the plan of a bundle from others: all that runs."""
+    return build_trial_key(bundle, {})
 
 
 def _find_steps(
@@ -194,7 +199,11 @@ def _find_steps(
 def _measure(bundles: Sequence[Bundle], feeds: Mapping[str, Any]) -> Floats:
     """Return the step of each bundle with some inputs, in turns; infinite for one that does not take them."""
     taking = [bundle for bundle in bundles if _takes(bundle, feeds)]
-    steps = dict(zip((bundle.path for bundle in taking), run_trials(taking, feeds, compares=False))) if taking else {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NoteWarning)  # that the host computes a size that is not the plan's own
+        steps = (
+            dict(zip((bundle.path for bundle in taking), run_trials(taking, feeds, compares=False))) if taking else {}
+        )
     return np.array([steps[bundle.path].step_seconds if bundle.path in steps else math.inf for bundle in bundles])
 
 
@@ -248,20 +257,16 @@ def find_middle(low: Mapping[str, int], high: Mapping[str, int]) -> dict[str, in
     return drop_derived_sizes(middle)
 
 
-def _merge_inputs(manifests: Sequence[Manifest]) -> tuple[InputRecord, ...]:
-    """Return the inputs of all plans: an axis has a size where it has the same one in each."""
-    first, *others = manifests
-    merged = []
-    for item in first.inputs:
-        shapes = [record.shape for manifest in others for record in manifest.inputs if record.name == item.name]
-        shape = item.shape
-        if shape is not None and all(other is not None and len(other) == len(shape) for other in shapes):
-            shape = tuple(
-                None if isinstance(entry, int) and any(other and other[axis] != entry for other in shapes) else entry
-                for axis, entry in enumerate(shape)
-            )
-        merged.append(item.model_copy(update={"shape": shape}))
-    return tuple(merged)
+def _merge_declared(records: Sequence[Sequence[AnyDeclared]], model: Model) -> tuple[AnyDeclared, ...]:
+    """Return the inputs of all plans, or their outputs; where shapes differ, they are as the model declares them."""
+    declared = {value.name: read_shape_entries(value.type) for value in (*model.inputs, *model.outputs)}
+    shapes = [{item.name: item.shape for item in items} for items in records]
+    return tuple(
+        item
+        if all(other.get(item.name, item.shape) == item.shape for other in shapes)
+        else item.model_copy(update={"shape": declared.get(item.name)})
+        for item in records[0]
+    )
 
 
 def _describe_choice(records: Sequence[SizeRecord], count: int) -> Diagnostic:

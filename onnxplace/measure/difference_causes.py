@@ -124,9 +124,10 @@ class _Chain:
     def _run(self, segment: SegmentRecord, values: Mapping[str, Any], *, is_moved: bool) -> dict[str, Any]:
         """Return the outputs of a segment, by its model for these sizes if its device needs static shapes."""
         device = self._bundle.target.devices[self._bundle.target.position(segment.device)]
-        sized = [size.file for size in segment.sized if all(values[x].shape == size.shapes[x] for x in size.shapes)]
-        is_moved = is_moved or (device.needs_static_shapes and not sized)  # the host computes other sizes
-        file = self._bundle.file(segment.file if is_moved else next(iter(sized), segment.file))
+        fits = segment.static and all(values[name].shape == size for name, size in segment.static.shapes.items())
+        is_moved = is_moved or (device.needs_static_shapes and not fits)  # the host computes other sizes
+        static = segment.static if fits and not is_moved else None
+        file = self._bundle.file((static or segment).file)
         options = make_session_options(available_cores(), entries=self._bundle.session_entries)
         session = open_session(file, options, CPU if is_moved else device.address, segment.id)
         feeds = {item.name: values[item.name] for item in session.get_inputs() if item.name in values}

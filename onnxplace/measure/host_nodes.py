@@ -35,11 +35,10 @@ def report_host_nodes(bundle: Bundle) -> list[Diagnostic]:
 
 def _list_host_nodes(bundle: Bundle, record: SegmentRecord, device: Device) -> list[str]:
     """Return the nodes of a segment, as operator and name, that its provider does not take."""
-    # With static shapes, one size stands for all. The host computes sizes that a segment does not have, and notes that.
-    file = (record.sized or (record,))[0].file
+    file = (record.static or record).file  # the host computes other sizes, and notes that
     made_for = find_kind(device.kind).describe_compiler(device.address)
     for item in record.compiled:
-        if (item.source, item.made_for) == (file, made_for):  # its nodes of EPContext stand for those that are taken
+        if item.made_for == made_for:  # its nodes of EPContext stand for those that are taken
             return [text for text in _list_nodes(bundle, item.files[0]).values() if not text.startswith("EPContext ")]
     entries = {**bundle.session_entries, "session.record_ep_graph_assignment_info": "1"}
     try:

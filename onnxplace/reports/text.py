@@ -141,8 +141,7 @@ MAX_LISTED_ROUTES = 8
 def _format_openings(manifest: Manifest) -> list[str]:
     """Return a line with the times to open compiled models, if there are some."""
     times = [
-        f"{item.source.removeprefix('segments/').removesuffix('.onnx')} "
-        f"{format_milliseconds(item.open_seconds)} ({format_milliseconds(item.compile_seconds)})"
+        f"{segment.id} {format_milliseconds(item.open_seconds)} ({format_milliseconds(item.compile_seconds)})"
         for segment in manifest.segments
         for item in segment.compiled
     ]

@@ -7,21 +7,21 @@ would compile, and the time that it saves is measured. It is opened once, too: o
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import onnx
-from onnx import ModelProto, TensorProto, TypeProto, helper, numpy_helper
+from onnx import ModelProto, TensorProto, TypeProto, numpy_helper
 
 from onnxplace.bundle.bundle import SEGMENTS_FOLDER
-from onnxplace.bundle.manifest import CompiledRecord, SegmentRecord, SizedRecord
+from onnxplace.bundle.manifest import CompiledRecord, SegmentRecord, StaticRecord
 from onnxplace.errors import Diagnostic, OnnxplaceError
 from onnxplace.facts import Segment, Segments
 from onnxplace.machine.hardware import describe_optimiser, find_device_problem
 from onnxplace.machine.isolated_sessions import open_session
 from onnxplace.machine.ort_sessions import make_session_options
+from onnxplace.model.lowering import with_shape
 from onnxplace.model.model import Model
 from onnxplace.model.tensors import read_shape_entries
 from onnxplace.model.weights import WeightFile
@@ -33,62 +33,47 @@ from onnxplace.utils.file_locks import temporary_folder
 from onnxplace.utils.progress import report_progress
 
 
-@dataclass(frozen=True)
-class KnownValues:
-    """What follows from the sizes of a model's inputs alone."""
-
-    shapes: Mapping[str, Sequence[int]]
-    """By value."""
-    values: Mapping[str, TensorProto]
-    """Small values, such as targets of Reshape, and constants."""
-
-
-def needs_sizes(state: State, segment: Segment) -> bool:
-    """Return whether a segment runs on a device that needs static shapes, on any route."""
-    return any(device.needs_static_shapes for device in _list_devices(state, segment))
-
-
 def may_be_optimised(state: State, segment: Segment) -> bool:
     """Return whether a segment may be opened as ONNX Runtime optimised it for the processor of this machine."""
     is_optimised = bool(describe_optimiser()) and not state[Model].keeps_order
-    return is_optimised and any(device.is_host for device in _list_devices(state, segment))
+    return is_optimised and any(device.is_host for device in list_segment_devices(state, segment))
 
 
-def _list_devices(state: State, segment: Segment) -> list[Device]:
+def list_segment_devices(state: State, segment: Segment) -> list[Device]:
+    """Return the devices that run a segment, on any route."""
     devices = dict.fromkeys(int(route[segment.device]) for route in list_device_maps(state))
     return [state.target.devices[index] for index in devices if index >= 0]
 
 
-def specialise(proto: ModelProto, stem: str, sizes: Iterable[KnownValues]) -> Iterator[tuple[SizedRecord, bytes]]:
-    """Yield a segment's models for each of the sizes that fix the shapes of all its inputs, each different one once.
+def specialise(
+    proto: ModelProto, stem: str, shapes: Mapping[str, Sequence[int]], values: Mapping[str, TensorProto]
+) -> tuple[StaticRecord, bytes] | None:
+    """Return a segment's model in which all inputs have fixed shapes; None if these do not follow from the sizes.
 
     Inputs whose values follow from the sizes are constants in it: providers take few nodes, such as Reshape, without.
 
     Args:
         proto: The segment.
         stem: Path of its file in the bundle, without the ending.
-        sizes: What follows from each size.
+        shapes: Shapes of values that follow from the sizes of the model's inputs alone.
+        values: Small values that do, such as targets of Reshape, and constants.
     """
-    contents = set[bytes]()
-    for known in sizes:
-        model, shapes, values = ModelProto(), dict[str, tuple[int, ...]](), dict[str, str]()
-        model.CopyFrom(proto)
-        optional = {tensor.name for tensor in proto.graph.initializer}
-        for item in (item for item in proto.graph.input if item.name not in optional):
-            if item.name in known.values:
-                model.graph.initializer.append(known.values[item.name])
-                model.graph.input.remove(item)
-                values[item.name] = numpy_helper.to_array(known.values[item.name]).tobytes().hex()
-            elif item.name in known.shapes and not is_static(item.type):
-                shapes[item.name] = tuple(known.shapes[item.name])
-                position = [value.name for value in model.graph.input].index(item.name)
-                kind = item.type.tensor_type.elem_type
-                model.graph.input[position].CopyFrom(helper.make_tensor_value_info(item.name, kind, shapes[item.name]))
-        data = model.SerializeToString()
-        if data not in contents and all(is_static(item.type) for item in model.graph.input):
-            ending = f".size{len(contents)}" if shapes or values else ""
-            yield SizedRecord(file=f"{stem}{ending}.onnx", shapes=shapes, values=values), data
-            contents.add(data)
+    optional = {tensor.name for tensor in proto.graph.initializer}
+    inputs = [item for item in proto.graph.input if item.name in optional or item.name not in values]
+    constants = [values[item.name] for item in proto.graph.input if item not in inputs]
+    varying = [item.name for item in inputs if item.name not in optional and not is_static(item.type)]
+    static = StaticRecord(
+        file=f"{stem}.static.onnx" if varying or constants else f"{stem}.onnx",
+        shapes={name: tuple(shapes[name]) for name in varying if name in shapes},
+        values={tensor.name: numpy_helper.to_array(tensor).tobytes().hex() for tensor in constants},
+    )
+    model = ModelProto()
+    model.CopyFrom(proto)
+    model.graph.initializer.extend(constants)
+    del model.graph.input[:]
+    model.graph.input.extend(with_shape(item, static.shapes.get(item.name)) for item in inputs)
+    is_fixed = all(is_static(item.type) for item in model.graph.input)
+    return (static, model.SerializeToString()) if is_fixed else None
 
 
 def is_static(value_type: TypeProto) -> bool:
@@ -143,32 +128,31 @@ def compile_segments(
     records, notes = list[SegmentRecord](), list[Diagnostic]()
     for number, (segment, record) in enumerate(zip(state[Segments].segments, segments)):
         report_progress(number, len(segments))
-        compiled: dict[tuple[str, str], CompiledRecord] = {}
-        for device in _list_devices(state, segment):
+        compiled = dict[str, CompiledRecord]()  # equal hardware shares one
+        for device in list_segment_devices(state, segment):
             kind = find_kind(device.kind)
-            if find_device_problem(device) or not (made_for := kind.describe_compiler(device.address)):
+            model = record.static if kind.needs_static_shapes else record
+            made_for = "" if find_device_problem(device) else kind.describe_compiler(device.address)
+            if model is None or not made_for or made_for in compiled:
                 continue
-            sources = [item.file for item in record.sized] if kind.needs_static_shapes else [record.file]
-            for source in (item for item in sources if (item, made_for) not in compiled):  # by equal hardware
-                path = folder / SEGMENTS_FOLDER / f"{record.id}.{len(compiled)}.compiled.onnx"
-                try:
-                    seconds = _compile(folder / source, path, device, entries, state[Model].keeps_order)
-                except OnnxplaceError as problem:
-                    for file in path.parent.glob(f"{path.stem}*"):
-                        file.unlink()
-                    message = f"it has no compiled model: {problem.message}"
-                    notes.append(Diagnostic("N012", message, where=f"segment {record.id}, {device.id}"))
-                    continue
-                if not path.exists():  # its provider takes none of the nodes
-                    continue
-                written = [path, *sorted(set(path.parent.glob(f"{path.stem}*")) - {path})]
-                compiled[source, made_for] = CompiledRecord(
-                    source=source,
-                    files=tuple(f"{SEGMENTS_FOLDER}/{file.name}" for file in written),
-                    made_for=made_for,
-                    compile_seconds=seconds[0],
-                    open_seconds=seconds[1],
-                )
+            path = folder / SEGMENTS_FOLDER / f"{record.id}.{len(compiled)}.compiled.onnx"
+            try:
+                seconds = _compile(folder / model.file, path, device, entries, state[Model].keeps_order)
+            except OnnxplaceError as problem:
+                for file in path.parent.glob(f"{path.stem}*"):
+                    file.unlink()
+                message = f"it has no compiled model: {problem.message}"
+                notes.append(Diagnostic("N012", message, where=f"segment {record.id}, {device.id}"))
+                continue
+            if not path.exists():  # its provider takes none of the nodes
+                continue
+            written = [path, *sorted(set(path.parent.glob(f"{path.stem}*")) - {path})]
+            compiled[made_for] = CompiledRecord(
+                files=tuple(f"{SEGMENTS_FOLDER}/{file.name}" for file in written),
+                made_for=made_for,
+                compile_seconds=seconds[0],
+                open_seconds=seconds[1],
+            )
         records.append(record.model_copy(update={"compiled": tuple(compiled.values())}))
     return records, notes
 
@@ -178,7 +162,8 @@ def _compile(source: Path, path: Path, device: Device, entries: Mapping[str, str
 
     Raises OnnxplaceError.
     """
-    writing = {"ep.context_enable": "1", "ep.context_file_path": str(path), "ep.context_embed_mode": "0"}
+    entries = {**entries, "ep.context_file_path": str(path)}  # where linked weights are elsewhere, also to open it
+    writing = {"ep.context_enable": "1", "ep.context_embed_mode": "0"}
     sessions, times = [], [time.perf_counter()]
     for model, more in ((source, writing), (path, {})):
         if not model.exists():

@@ -35,10 +35,9 @@ from onnxplace.model.model import Model, store_for_session
 from onnxplace.model.tensors import format_type, parse_type, read_shape_entries
 from onnxplace.model.weights import WeightFile
 from onnxplace.passes.segments.compile_segments import (
-    KnownValues,
     compile_segments,
+    list_segment_devices,
     may_be_optimised,
-    needs_sizes,
     optimise_segment,
     specialise,
 )
@@ -160,13 +159,14 @@ def write_bundle_files(
     costs: str,
     linkable_folder: Path | None,
     batching: BatchingRecord,
-    sizes: Sequence[KnownValues],
+    shapes: Mapping[str, Sequence[int]],
+    values: Mapping[str, TensorProto],
 ) -> list[Diagnostic]:
     """Create and fill the folder of a bundle; return notes on its weights and compiled models.
 
     `costs` is the text of its cost file, `batching` says whether requests can be joined. Weights files in
-    `linkable_folder` are referred to; without such a folder all weights are copied. `sizes` has what follows from each
-    compiled size, for devices that need static shapes.
+    `linkable_folder` are referred to; without such a folder all weights are copied. For devices that need static
+    shapes, `shapes` and `values` are those that follow from the compiled sizes.
     """
     path.mkdir()
     (path / SEGMENTS_FOLDER).mkdir()
@@ -190,11 +190,10 @@ def write_bundle_files(
                 if data is not None:
                     updates["optimised"] = f"{stem}.optimised.onnx"
                     folder.write(updates["optimised"], data)
-            if needs_sizes(state, segment):
-                models = list(specialise(proto, stem, sizes))
-                updates["sized"] = tuple(item for item, _ in models)
-                for item, data in models:
-                    folder.write(item.file, data)
+            needs_sizes = any(device.needs_static_shapes for device in list_segment_devices(state, segment))
+            if needs_sizes and (static := specialise(proto, stem, shapes, values)):
+                updates["static"], data = static
+                folder.write(updates["static"].file, data)
             records.append(_describe_segment(state, number, f"{stem}.onnx", **updates))
         original = Original.of(state)
         # Weights that are copied lie in the bundle in parts, linked ones in the model's file as they are.

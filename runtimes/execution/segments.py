@@ -6,17 +6,17 @@ import copy
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
 from onnxplace.bundle.bundle import Bundle
 from onnxplace.bundle.bundle_routes import list_routes
-from onnxplace.bundle.manifest import SegmentRecord, SizedRecord
+from onnxplace.bundle.manifest import SegmentRecord, StaticRecord
 from onnxplace.errors import (
     BundleError,
     Diagnostic,
@@ -147,50 +147,46 @@ class OpenSegment:
         return list(self.session.run_with_ort_values(self._names, feeds, options))
 
 
-class SizedSegment(OpenSegment):
-    """A segment on a device that needs static shapes: a session for each compiled size, and one on the host.
+class StaticSegment(OpenSegment):
+    """A segment on a device that needs static shapes: a session for the compiled sizes, and one on the host for others.
+
+    The host has all cores, and opens its session when a request first needs it.
 
     Args:
-        sessions: With the size of each.
-        open_host: Opens the session for other sizes, when the first request has them.
+        bundle: Has the segment.
+        record: The segment.
+        session: Its session on the device; None if that cannot be opened, or if its sizes depend on data.
+        device: The device.
     """
 
-    def __init__(
-        self,
-        record: SegmentRecord,
-        device: PlacedDevice,
-        leaving: Collection[str],
-        sessions: Sequence[tuple[SizedRecord, Any]],
-        open_host: Callable[[], Any],
-    ) -> None:
-        self._sessions, self._open_host = sessions, open_host
-        self._host = None if sessions else open_host()
-        super().__init__(record, self._host or sessions[0][1], device, leaving)
+    def __init__(self, bundle: Bundle, record: SegmentRecord, session: Any, device: PlacedDevice) -> None:
+        host = PlacedDevice(Device("cpu:0", 1), available_cores())
+        self._static, self._open_host = session, cache(partial(_open, bundle, record, record.file, host))
+        super().__init__(record, session or self._open_host(), device, _find_leaving(bundle, record))
 
     def run(self, values: dict[str, Any], kept_alive: list[Any], options: Any) -> None:
         """Compute the outputs with the session for the sizes of the inputs."""
-        for size, session in self._sessions:
-            if _has_size(size, values):
-                self.session, self._inputs = session, (*_list_inputs(self.record, size), *self.record.streamed)
-                break
+        static = self.record.static
+        if static and self._static and _has_size(static, values):
+            self.session, inputs = self._static, _list_inputs(self.record)
         else:
-            self._host = self._host or self._open_host()
-            self.session, self._inputs = self._host, (*self.record.inputs, *self.record.streamed)
-            varying = dict.fromkeys(name for size, _ in self._sessions for name in size.shapes)
-            found = ", ".join(f"{name!r} {list(_shape_of(values[name]))}" for name in varying if name in values)
+            self.session, inputs = self._open_host(), self.record.inputs
+            varying = [name for name in (static.shapes if static else ()) if name in values]
+            found = ", ".join(f"{name!r} {list(_shape_of(values[name]))}" for name in varying)
             self.device.report_host(f"no session of segment {self.record.id} is for {found or 'these sizes'}")
+        self._inputs = (*inputs, *self.record.streamed)
         super().run(values, kept_alive, options)
 
 
-def _list_inputs(record: SegmentRecord, size: SizedRecord) -> tuple[str, ...]:
-    """Return the inputs of a segment that are not constants in its model for a size."""
-    return tuple(name for name in record.inputs if name not in size.values)
+def _list_inputs(record: SegmentRecord) -> tuple[str, ...]:
+    """Return the inputs of a segment that are not constants in its model of static shapes."""
+    return tuple(name for name in record.inputs if not record.static or name not in record.static.values)
 
 
-def _has_size(size: SizedRecord, values: Mapping[str, Any]) -> bool:
-    """Return whether the inputs of a segment are those that its model for a size is for."""
-    return all(name in values and _shape_of(values[name]) == shape for name, shape in size.shapes.items()) and all(
-        to_python(values[name]).tobytes().hex() == digits for name, digits in size.values.items()
+def _has_size(static: StaticRecord, values: Mapping[str, Any]) -> bool:
+    """Return whether the inputs of a segment are those that its model of static shapes is for."""
+    return all(name in values and _shape_of(values[name]) == shape for name, shape in static.shapes.items()) and all(
+        to_python(values[name]).tobytes().hex() == digits for name, digits in static.values.items()
     )
 
 
@@ -205,17 +201,16 @@ def open_segment(bundle: Bundle, record: SegmentRecord, device: PlacedDevice) ->
     Raises BundleError if its file changed since the compile or contradicts the manifest, and ModelError if ONNX Runtime
     refuses it although it did not change.
     """
-    leaving = _find_leaving(bundle, record)
     if not device.kind.needs_static_shapes:
-        return OpenSegment(record, _open_fastest(bundle, record, device), device, leaving)
-    sessions = []
-    for size in record.sized:
-        sized = record.model_copy(update={"file": size.file, "inputs": _list_inputs(record, size), "optimised": ""})
+        return OpenSegment(record, _open_fastest(bundle, record, device), device, _find_leaving(bundle, record))
+    session = None
+    if record.static:
+        updates = {"file": record.static.file, "inputs": _list_inputs(record), "optimised": ""}
         try:
-            sessions.append((size, _open_fastest(bundle, sized, device)))
+            session = _open_fastest(bundle, record.model_copy(update=updates), device)
         except ModelError as problem:  # a provider may claim nodes and then fail to compile them
             device.report_host(f"segment {record.id} cannot be opened on it: {problem.message}")
-    return SizedSegment(record, device, leaving, sessions, lambda: _open_on_host(bundle, record))
+    return StaticSegment(bundle, record, session, device)
 
 
 def _open_fastest(bundle: Bundle, record: SegmentRecord, device: PlacedDevice) -> Any:
@@ -226,7 +221,7 @@ def _open_fastest(bundle: Bundle, record: SegmentRecord, device: PlacedDevice) -
         with suppress(OnnxplaceError), without_optimisations():  # it may be removed, or damaged
             bundle.check_files(record.optimised)
             return _open(bundle, record, record.optimised, device)
-    fitting = [item for item in record.compiled if item.source == record.file] if uses_optimisations() else []
+    fitting = record.compiled if uses_optimisations() else ()
     made_for = device.kind.describe_compiler(address) if fitting else ""
     for item in (item for item in fitting if item.made_for == made_for):
         try:
@@ -245,6 +240,8 @@ def _open_fastest(bundle: Bundle, record: SegmentRecord, device: PlacedDevice) -
 def _open(bundle: Bundle, record: SegmentRecord, file: str, device: PlacedDevice) -> Any:
     """Return a session of a segment, whose model is in `file`, on its device."""
     entries = {**bundle.session_entries, **device.memory.session_entries()}
+    if bundle.session_entries and file in bundle.compiled_files:  # its binary files are here, not where weights are
+        entries["ep.context_file_path"] = str(bundle.file(file))
     if len(device.processors) > 1:  # threads that spin after a run would keep others from their cores
         entries["session.force_spinning_stop"] = "1"
     options = make_session_options(device.cores, entries=entries, keeps_order=record.keeps_order)
@@ -259,14 +256,6 @@ def _open(bundle: Bundle, record: SegmentRecord, file: str, device: PlacedDevice
         raise
     _require_declared_interface(bundle, record, session)
     device.memory.adopt(session, where)
-    return session
-
-
-def _open_on_host(bundle: Bundle, record: SegmentRecord) -> Any:
-    """Return a session of a segment on all cores, for any sizes."""
-    options = make_session_options(available_cores(), entries=bundle.session_entries, keeps_order=record.keeps_order)
-    session = open_session(bundle.file(record.file), options, where=f"segment {record.id}")
-    _require_declared_interface(bundle, record, session)
     return session
 
 

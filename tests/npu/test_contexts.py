@@ -1,4 +1,4 @@
-"""Segments on an NPU: compiled models, a session for each compiled size, the host for others."""
+"""Segments on an NPU: compiled models, a plan for each compiled size, the host for others."""
 
 import shutil
 import warnings
@@ -12,6 +12,7 @@ import onnxplace
 from onnxplace.errors import NoteWarning
 from onnxplace.machine.isolated_sessions import list_taken_nodes, open_session
 from onnxplace.machine.ort_sessions import make_session_options
+from onnxplace.pipeline.registry import create_runtime
 from onnxplace.target.device_kinds import DeviceAddress
 from onnxplace.target.kind_table import find_kind
 from tests.support.random_models import run_plain
@@ -45,23 +46,29 @@ def bundle(model, tmp_path_factory):
         devices="cpu:0,qnn/npu:0",
         shape={"batch": SIZES},
         pipeline=PIPELINE % (folder / "map.json"),
+        trial=False,  # the simulator is slower than the host
     )
 
 
-def on_npu(bundle):
-    return [segment for segment in bundle.manifest.segments if segment.device == "qnn/npu:0"]
+def on_npu(plan):
+    return [segment for segment in plan.manifest.segments if segment.device == "qnn/npu:0"]
+
+
+def run_plan(plan, feeds):
+    with create_runtime("onnxruntime").open(plan) as session:
+        (output,) = session.run(feeds).outputs.values()
+    return output
 
 
 def test_compiled_models_hold_all_nodes_and_open_in_less_time(bundle):
-    for segment in on_npu(bundle):
-        assert [item.source for item in segment.compiled] == [item.file for item in segment.sized]
-        assert len(segment.sized) == len(SIZES)
-        for item in segment.compiled:
-            assert item.made_for.startswith("qnn 2.")
-            options = make_session_options((), entries={"session.record_ep_graph_assignment_info": "1"})
-            session = open_session(bundle.file(item.files[0]), options, DeviceAddress("qnn/npu", 0))
-            assert list_taken_nodes(session, DeviceAddress("qnn/npu", 0))
-            assert not [group for group in session.get_provider_graph_assignment_info() if "CPU" in group.ep_name]
+    assert len(bundle.plans) == len(SIZES)
+    for owner, segment in [(plan, segment) for plan in bundle.plans for segment in on_npu(plan)]:
+        (item,) = segment.compiled
+        assert item.made_for.startswith("qnn 2.")
+        options = make_session_options((), entries={"session.record_ep_graph_assignment_info": "1"})
+        session = open_session(owner.file(item.files[0]), options, DeviceAddress("qnn/npu", 0))
+        assert list_taken_nodes(session, DeviceAddress("qnn/npu", 0))
+        assert not [group for group in session.get_provider_graph_assignment_info() if "CPU" in group.ep_name]
 
 
 def test_a_target_of_reshape_from_another_segment_is_a_constant_so_that_the_reshape_is_taken(tmp_path):
@@ -77,28 +84,29 @@ def test_a_target_of_reshape_from_another_segment_is_a_constant_so_that_the_resh
         devices="cpu:0,qnn/npu:0",
         shape={"n": [2, 4]},
         pipeline=PIPELINE % (tmp_path / "map.json"),
+        trial=False,
     )
-    (segment,) = [item for item in on_npu(bundle) if "u" in item.inputs]
-    for size in segment.sized:
+    for plan, size in zip(bundle.plans, (2, 4), strict=True):
+        (segment,) = [item for item in on_npu(plan) if "u" in item.inputs]
         options = make_session_options((), entries={"session.record_ep_graph_assignment_info": "1"})
-        session = open_session(bundle.file(size.file), options, DeviceAddress("qnn/npu", 0))
+        session = open_session(plan.file(segment.static.file), options, DeviceAddress("qnn/npu", 0))
         assert "reshape" in list_taken_nodes(session, DeviceAddress("qnn/npu", 0))
-    x = np.arange(64, dtype=np.float32).reshape(4, 16)
-    with warnings.catch_warnings(), onnxplace.InferenceSession(bundle) as session:
-        warnings.simplefilter("error")
-        np.testing.assert_array_equal(session.run(None, {"x": x})[0], x.reshape(8, 8))
+        x = np.arange(16 * size, dtype=np.float32).reshape(size, 16)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            np.testing.assert_array_equal(run_plan(plan, {"x": x}), x.reshape(2 * size, 8))
 
 
 @settings(max_examples=50, deadline=None)
 @given(batch=st.integers(0, 5), seed=st.integers(0, 99))
-def test_answers_are_those_of_the_model_at_every_size(model, bundle, batch, seed):
+def test_answers_are_those_of_the_model_at_every_size_by_every_plan(model, bundle, batch, seed):
     feeds = {"x": np.random.default_rng(seed).standard_normal((batch, 16)).astype(np.float32)}
     (expected,) = run_plain(model.SerializeToString(), [feeds])
-    with warnings.catch_warnings(record=True) as notes:
-        warnings.simplefilter("always")
-        with onnxplace.InferenceSession(bundle) as session:
-            np.testing.assert_allclose(session.run(None, feeds)[0], expected[0], rtol=1e-4, atol=1e-6)
-    assert [type(note.message) for note in notes] == [NoteWarning] * (batch not in SIZES)
+    for plan, size in zip(bundle.plans, SIZES):
+        with warnings.catch_warnings(record=True) as notes:
+            warnings.simplefilter("always")
+            np.testing.assert_allclose(run_plan(plan, feeds), expected[0], rtol=1e-4, atol=1e-6)
+        assert [str(note.message).partition(":")[0] for note in notes] == ["qnn/npu"] * (batch != size), notes
 
 
 def test_a_session_of_other_precision_compiles_anew(bundle):
@@ -116,9 +124,8 @@ def test_a_bundle_without_compiled_models_computes_the_same(model, bundle, tmp_p
     copy = onnxplace.load(shutil.copytree(bundle.path, tmp_path / "copy"))
     for name in copy.compiled_files:
         copy.file(name).unlink()
-    feeds = {"x": np.ones((3, 16), np.float32)}
-    with onnxplace.InferenceSession(bundle) as session:
-        expected = session.run(None, feeds)[0]
-    text = "this file of the bundle is missing; compiling anew took"
-    with pytest.warns(NoteWarning, match=text), onnxplace.InferenceSession(copy) as session:
-        np.testing.assert_array_equal(session.run(None, feeds)[0], expected)
+    for plan, rest, size in zip(bundle.plans, onnxplace.load(copy.path).plans, SIZES):
+        feeds = {"x": np.ones((size, 16), np.float32)}
+        with pytest.warns(NoteWarning, match="this file of the bundle is missing; compiling anew took"):
+            actual = run_plan(rest, feeds)
+        np.testing.assert_array_equal(actual, run_plan(plan, feeds))

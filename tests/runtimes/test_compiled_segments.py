@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 
 import numpy as np
+import onnx
 import pytest
 from onnx import parser
 
@@ -15,12 +16,13 @@ from onnxplace.driver.compile import compile_model
 from onnxplace.errors import BundleError, NoteWarning
 from onnxplace.machine.ort_sessions import without_optimisations
 from onnxplace.measure.cached_trials import build_trial_key
+from onnxplace.pipeline.registry import create_runtime
 from onnxplace.reports.text import compile_summary
 from tests.support.static_device import static_kind
 
 PIPELINE = "optimize,profile{estimate=true},coplace,single,split,emit"
-PLAIN = ["static0-000.size0.onnx", "static0-000.size1.onnx"]
-COMPILED = ["static0-000.0.compiled.onnx", "static0-000.1.compiled.onnx"]
+PLAIN = ["static0-000.static.onnx"]
+COMPILED = ["static0-000.0.compiled.onnx"]
 
 
 @pytest.fixture
@@ -30,8 +32,10 @@ def static(monkeypatch):
         yield kind
 
 
-def compile_model_here(model, folder, pipeline=PIPELINE, devices="static:0"):
-    return compile_model(model, folder / "bundle", devices=devices, shape={"batch": [1, 4]}, pipeline=pipeline)
+def compile_model_here(model, folder, pipeline=PIPELINE, devices="static:0", shape=4, **options):
+    return compile_model(
+        model, folder / "bundle", devices=devices, shape={"batch": shape}, pipeline=pipeline, **options
+    )
 
 
 @pytest.fixture
@@ -42,10 +46,10 @@ def bundle(static, model_file, tmp_path):
 
 
 def run(bundle):
-    """Return the outputs for both compiled sizes, one after the other."""
+    """Return the output for the compiled size."""
     bundle = onnxplace.load(bundle.path)
     with onnxplace.InferenceSession(bundle) as session:
-        return [session.run(None, {"x": np.ones((batch, 64), np.float32)})[0] for batch in (1, 4)]
+        return session.run(None, {"x": np.ones((4, 64), np.float32)})[0]
 
 
 def alter_manifest(bundle, alter):
@@ -56,17 +60,46 @@ def alter_manifest(bundle, alter):
 
 
 def test_segments_open_from_their_compiled_models(static, bundle):
-    assert len(run(bundle)) == 2
+    assert run(bundle).shape == (4, 64)
     assert static.opened == COMPILED
-    assert [item.made_for for item in bundle.manifest.segments[0].compiled] == ["static 1.0"] * 2
-    assert [item.source for item in bundle.manifest.segments[0].compiled] == [f"segments/{name}" for name in PLAIN]
+    assert [item.made_for for item in bundle.manifest.segments[0].compiled] == ["static 1.0"]
     assert {f"segments/{name}{end}" for name in COMPILED for end in ("", ".bin")} == bundle.compiled_files
+
+
+def test_each_plan_has_the_compiled_models_of_its_size(static, model_file, tmp_path):
+    bundle = compile_model_here(model_file, tmp_path, shape=[1, 4], trial=False).bundle
+    for plan, batch in zip(onnxplace.load(bundle.path, check="all").plans, (1, 4), strict=True):
+        static.opened.clear()
+        with create_runtime("onnxruntime").open(plan) as session:
+            (y,) = session.run({"x": np.ones((batch, 64), np.float32)}).outputs.values()
+        assert y.shape == (batch, 64)
+        assert static.opened == COMPILED
+
+
+def test_compiled_models_are_beside_the_segments_where_weights_are_elsewhere(static, model_file, tmp_path):
+    proto = onnx.load(model_file)
+    onnx.save(proto, tmp_path / "linked.onnx", save_as_external_data=True, location="linked.bin", size_threshold=0)
+    bundle = compile_model_here(tmp_path / "linked.onnx", tmp_path, link_weights=True).bundle
+    assert list(bundle.manifest.linked) == ["linked.bin"]
+    static.opened.clear()
+    assert run(bundle).shape == (4, 64)
+    assert static.opened == COMPILED
+
+
+def test_compiled_models_of_further_plans_may_be_removed(static, model_file, tmp_path):
+    bundle = compile_model_here(model_file, tmp_path, shape=[1, 4], trial=False).bundle
+    removed = [bundle.file(name) for name in bundle.compiled_files if name.startswith("plan1/")]
+    assert sorted(file.name for file in removed) == [COMPILED[0], f"{COMPILED[0]}.bin"]
+    for file in removed:
+        file.unlink()
+    plan = onnxplace.load(bundle.path, check="all").plans[1]
+    with pytest.warns(NoteWarning, match="this file of the bundle is missing"):
+        assert run(plan).shape == (4, 64)
 
 
 def test_both_times_to_open_are_in_the_summary(bundle):
     (line,) = [line for line in compile_summary(bundle).splitlines() if line.startswith("opening")]
-    assert line.startswith("opening compiled segments (compiling anew): static0-000.size0 ")
-    assert "static0-000.size1 " in line
+    assert line.startswith("opening compiled segments (compiling anew): static0-000 ")
     assert all(0 < item.open_seconds < 60 and item.compile_seconds > 0 for item in bundle.manifest.segments[0].compiled)
 
 
@@ -79,7 +112,7 @@ def test_elsewhere_segments_are_compiled_anew_with_a_note(static, bundle, monkey
         actual = run(bundle)
     assert len(notes) == 1
     assert static.opened == PLAIN
-    np.testing.assert_array_equal(actual[1], expected[1])
+    np.testing.assert_array_equal(actual, expected)
 
 
 def test_a_device_that_keeps_no_compiled_models_ignores_them(static, bundle, monkeypatch):
@@ -114,10 +147,10 @@ def test_compiled_models_may_be_removed(static, bundle):
 
 @pytest.mark.parametrize(("content", "reason"), [(b"x", "expected 1800 bytes"), (b"x" * 1800, "SHA-256 differs")])
 def test_a_damaged_compiled_model_is_left_alone_and_reported(static, bundle, content, reason):
-    bundle.file(f"segments/{COMPILED[1]}.bin").write_bytes(content)
-    with pytest.warns(NoteWarning, match=f"000.1.compiled.onnx cannot be used: .*{reason}"):
+    bundle.file(f"segments/{COMPILED[0]}.bin").write_bytes(content)
+    with pytest.warns(NoteWarning, match=f"000.0.compiled.onnx cannot be used: .*{reason}"):
         run(bundle)
-    assert static.opened == [COMPILED[0], PLAIN[1]]
+    assert static.opened == PLAIN
     with pytest.raises(BundleError, match=reason):
         onnxplace.load(bundle.path, check="all")
 
@@ -126,7 +159,7 @@ def test_a_compiled_model_that_the_provider_refuses_is_replaced(static, bundle, 
     monkeypatch.setattr("tests.support.static_device.BINARY", b"of another driver")
     with pytest.warns(NoteWarning, match="cannot be used: .*the context is of another driver; compiling anew"):
         run(bundle)
-    assert static.opened == [COMPILED[0], PLAIN[0], COMPILED[1], PLAIN[1]]
+    assert static.opened == [*COMPILED, *PLAIN]
 
 
 def test_a_compiled_model_of_another_segment_is_replaced(static, bundle, tmp_path):
@@ -186,7 +219,7 @@ def test_a_manifest_that_names_a_compiled_model_elsewhere_opens_nothing_there(st
 def test_copies_on_equal_hardware_share_compiled_models(static, model_file, tmp_path):
     pipeline = PIPELINE.replace("split,", "split,replicate{routes=static:1},")
     bundle = compile_model_here(model_file, tmp_path, pipeline, devices="static:0,static:1").bundle
-    assert len(bundle.manifest.segments[0].compiled) == 2
+    assert len(bundle.manifest.segments[0].compiled) == 1
     static.opened.clear()
     run(bundle)
     assert static.opened == COMPILED * 2
@@ -197,7 +230,7 @@ def test_a_bundle_for_hardware_that_is_not_here_has_none(static, model_file, tmp
     target = tmp_path / "target.toml"
     target.write_text('[[devices]]\nid = "static:0"\nmemory_bytes = 1000000000\n')
     bundle = onnxplace.compile(model_file, tmp_path / "bundle", target=target, shape={"batch": 4}, pipeline=PIPELINE)
-    assert bundle.manifest.segments[0].sized[0].shapes == {"x": (4, 64)}
+    assert bundle.manifest.segments[0].static.shapes == {"x": (4, 64)}
     assert not bundle.compiled_files
 
 

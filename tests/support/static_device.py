@@ -62,18 +62,35 @@ class Static(DeviceKind):
             raise RuntimeError(f"sizes are not static: {symbolic}")
         if isinstance(model, str):
             self.opened.append(Path(model).name)
-            if ".compiled" in model and Path(f"{model}.bin").read_bytes() != BINARY:
+            if ".compiled" in model and _find_binary(model, options).read_bytes() != BINARY:
                 raise RuntimeError("the context is of another driver")
             _write_context(model, options, shapes, self.refuses_to_compile)
         return session
 
 
+def _read_entry(options: Any, name: str) -> str:
+    """Return an entry of the configuration of a session, or an empty text."""
+    try:
+        return str(options.get_session_config_entry(name))
+    except RuntimeError:
+        return ""
+
+
+def _find_binary(model: str, options: Any) -> Path:
+    """Return the binary file of a compiled model, which is searched as ONNX Runtime's providers do.
+
+    The folder of external weights takes the place of the model's, unless the path of the model is given.
+    """
+    folder = _read_entry(options, "session.model_external_initializers_file_folder_path")
+    path = _read_entry(options, "ep.context_file_path") or (str(Path(folder, Path(model).name)) if folder else model)
+    return Path(f"{path}.bin")
+
+
 def _write_context(model: str, options: Any, shapes: Mapping[str, list[int]], refuses: bool) -> None:
     """Write a compiled model if the options of a session ask for it."""
-    try:
-        path = options.get_session_config_entry("ep.context_file_path")
-    except RuntimeError:
+    if _read_entry(options, "ep.context_enable") != "1":
         return
+    path = _read_entry(options, "ep.context_file_path")
     proto = onnx.load(model, load_external_data=False)
     for item in proto.graph.input:
         for dimension, size in zip(item.type.tensor_type.shape.dim, shapes.get(item.name, ())):
