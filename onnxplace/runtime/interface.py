@@ -77,6 +77,8 @@ class Result:
     """Activities of all devices; empty unless the session was opened with `trace`."""
     seconds: float
     """Time from submission to the last output."""
+    plan: int = 0
+    """Index of the bundle's plan that ran it."""
 
 
 class SessionStates:
