@@ -78,7 +78,7 @@ class Result:
     seconds: float
     """Time from submission to the last output."""
     plan: int = 0
-    """Index of the bundle's plan that ran it."""
+    """Index of the plan that ran it, of those of the bundle."""
 
 
 class SessionStates:

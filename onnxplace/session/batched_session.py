@@ -177,18 +177,34 @@ class BatchedSession(RuntimeSession):
 
 
 def open_serving_session(
-    bundle: Bundle, runtime: Runtime, trace: bool, max_in_flight: int, batching: Batching | None
+    bundle: Bundle,
+    runtime: Runtime,
+    trace: bool,
+    max_in_flight: int,
+    batching: Batching | None,
+    warmup: bool = False,
 ) -> RuntimeSession:
-    """Open a bundle; raises UsageError, before that, if requests are to be joined and cannot be."""
+    """Open a bundle, all its plans with `warmup`.
+
+    Raises UsageError, before that, if requests are to be joined and cannot be.
+    """
     if batching is None:
-        return open_session(runtime, bundle, trace=trace, max_in_flight=max_in_flight)
+        return _open_plans(bundle, runtime, trace, max_in_flight, warmup)
     if not isinstance(batching, Batching):
         hint = "such as batching=onnxplace.Batching(max_batch=8)"
         raise UsageError("U005", f"expected a Batching, got {batching!r}", where="batching", hint=hint)
     record = require_batching(bundle)
-    session = open_session(runtime, bundle, trace=trace, max_in_flight=max_in_flight)
+    session = _open_plans(bundle, runtime, trace, max_in_flight, warmup)
     try:
         return BatchedSession(session, bundle, record, batching, max_in_flight)
     except BaseException:
         session.abandon()
         raise
+
+
+def _open_plans(bundle: Bundle, runtime: Runtime, trace: bool, max_in_flight: int, warmup: bool) -> RuntimeSession:
+    if not bundle.manifest.plans:
+        return open_session(runtime, bundle, trace=trace, max_in_flight=max_in_flight)
+    from onnxplace.session.planned_session import PlannedSession
+
+    return PlannedSession(runtime, bundle, trace, max_in_flight, warmup)
