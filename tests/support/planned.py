@@ -11,35 +11,55 @@ import onnxplace
 from onnxplace.bundle.manifest import SizeRecord
 from onnxplace.driver.join_plans import join_plans
 
-# `total` adds up, `log` grows; `pick` may name what is not there, so that a run can fail.
+# `total` adds up, `log` grows. `pick` may name what is not there, so that a run can fail; `limit` may be endless.
 TOTALS = """
 <ir_version: 8, opset_import: ["" : 17]>
-totals (float[n] x, int64[1] pick, float[1] total, float[m] log)
+totals (float[n] x, int64[1] pick, int64 limit, float[1] total, float[m] log)
     => (float[n] y, float[1] picked, float[1] mean, float[1] total_next, float[k] log_next) {
     [sum] summed = ReduceSum<keepdims = 1>(x)
     [add] total_next = Add(total, summed)
     [append] log_next = Concat<axis = 0>(log, x)
     [mean] mean = ReduceMean<keepdims = 1>(log_next)
     [pick] picked = Gather(x, pick)
-    [out] y = Mul(x, total_next)
+    [spin] spun = Loop (limit, , x) <body = round (int64 i, bool go, float[n] before) => (bool again, float[n] after) {
+        again = Identity(go)
+        after = Identity(before)
+    }>
+    [out] y = Mul(spun, total_next)
 }
 """
 STATES = ("total_next=total", "log_next=log")
 START = {"total": np.zeros(1, "f4"), "log": np.zeros(0, "f4")}
 
-# Without states, so that requests can be joined.
+# Without states.
 ROWS = """
 <ir_version: 8, opset_import: ["" : 17]>
-rows (float[batch, 4] x, int64[1] pick) => (float[batch, 4] y, float[batch, 1] picked) {
+rows (float[batch, 4] x, int64[1] pick, int64 limit) => (float[batch, 4] y, float[batch, 1] picked) {
+    [twice] doubled = Add(x, x)
+    [spin] spun = Loop (limit, , x) <body = round (int64 i, bool go, float[batch, 4] before)
+        => (bool again, float[batch, 4] after) {
+        again = Identity(go)
+        after = Identity(before)
+    }>
+    [out] y = Mul(doubled, spun)
+    [pick] picked = Gather<axis = 1>(doubled, pick)
+}
+"""
+
+# Without a loop, too, so that requests can be joined.
+PLAIN = """
+<ir_version: 8, opset_import: ["" : 17]>
+plain (float[batch, 4] x) => (float[batch, 4] y) {
     [twice] doubled = Add(x, x)
     [out] y = Mul(doubled, x)
-    [pick] picked = Gather<axis = 1>(doubled, pick)
 }
 """
 
 ALONE = {".*": "cpu:0"}
 APART = {"append|mean|out": "cpu:1", ".*": "cpu:0"}
 TURNED = {"append|mean|out": "cpu:0", ".*": "cpu:1"}
+
+ENDLESS = 1 << 62
 
 # The first plan is faster at small sizes, the second one at large ones, each by so much that no measurement changes it.
 SMALL, LARGE = 1, 8
@@ -86,14 +106,20 @@ def join_totals(folder: Path, *maps: dict[str, str], factor: float = 1e6) -> onn
     )
 
 
-def join_rows(folder: Path, factor: float = 1e6) -> onnxplace.Bundle:
+def join_rows(folder: Path, text: str = ROWS) -> onnxplace.Bundle:
     """Return a bundle without states and with two plans, by its batch."""
-    return join_maps(folder, parser.parse_model(ROWS), "batch", records("batch", factor), ALONE, APART)
+    return join_maps(folder, parser.parse_model(text), "batch", records("batch"), ALONE, APART)
 
 
-def feed(size: int, number: int = 1, pick: int = 0, **more: np.ndarray) -> dict[str, np.ndarray]:
+def feed(size: int, number: int = 1, pick: int = 0, limit: int = 1, **more: np.ndarray) -> dict[str, np.ndarray]:
     """Return inputs of the totals; a `pick` beyond the size lets the run fail."""
-    return {"x": np.arange(number, number + size, dtype="f4"), "pick": np.array([pick]), **more}
+    x = np.arange(number, number + size, dtype="f4")
+    return {"x": x, "pick": np.array([pick]), "limit": np.array(limit), **more}
+
+
+def feed_rows(batch: int, limit: int = 1, pick: int = 0) -> dict[str, np.ndarray]:
+    """Return inputs of the rows."""
+    return {"x": np.ones((batch, 4), "f4"), "pick": np.array([pick]), "limit": np.array(limit)}
 
 
 class Totals:
