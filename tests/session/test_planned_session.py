@@ -18,7 +18,9 @@ import pytest
 import onnxplace
 from onnxplace import Batching
 from onnxplace.errors import ExecutionError, FeedError, NoteWarning, RunTimeoutError
+from onnxplace.machine.isolated_sessions import find_processes
 from onnxplace.pipeline.registry import create_runtime
+from onnxplace.runtime.interface import Result
 from onnxplace.session.planned_session import Line, PlannedSession, Ticket
 from tests.support.fault_checks import HUNG_SECONDS, list_worker_threads, wait_until
 from tests.support.planned import (
@@ -258,7 +260,7 @@ def talk(session, seed, count):
                 result = conversation.run_timed(feeds)
                 futures.append((result, feeds["x"]))
         for item, x in futures:
-            result = item if isinstance(item, onnxplace.Result) else item.result(HUNG_SECONDS)
+            result = item if isinstance(item, Result) else item.result(HUNG_SECONDS)
             reference.require(list(result.outputs.values()), x)
 
 
@@ -370,21 +372,18 @@ def test_a_reset_during_a_move_forgets_the_states(session):
     assert reference.total == 1
 
 
-def test_the_death_of_the_process_that_states_move_to_loses_nothing(totals, monkeypatch):
-    from onnxplace.machine.isolated_sessions import IsolatedSession
-
+def test_the_death_of_the_process_that_states_move_to_loses_nothing(totals):
     with onnxplace.InferenceSession(totals, isolate=True, warmup=True) as session:
         reference = begin(session)
-        run = IsolatedSession.run
-
-        def crash(self, names, given, options=None):
-            monkeypatch.setattr(IsolatedSession, "run", run)
-            os.kill(self._process._process.pid, 9)
-            return run(self, names, given, options)
-
-        monkeypatch.setattr(IsolatedSession, "run", crash)
+        engine = session._session._plans.sessions[1].engine
+        future = session.submit(feed(LARGE, limit=ENDLESS))
+        wait_until(lambda: any(item.current_steps for item in engine.list_in_flight()))
+        (process,) = [
+            item for item in find_processes(engine._devices["cpu:0"].memory.address.owner) if item.device.id == "cpu:0"
+        ]
+        process._child.kill()
         with pytest.raises(ExecutionError, match="X016"):
-            session.run(None, feed(LARGE))
+            future.result(HUNG_SECONDS)
         wait_until(lambda: all(copy.is_open for copy in session.list_copies()))
         assert [copy.failures for copy in session.list_copies()] == [0, 1]
         require_unchanged(session, reference)
