@@ -2,9 +2,9 @@
 
 The manifest has the step of each plan at a few sizes. At any other one, the nearer sizes count more: the logarithm of a
 step is interpolated on a logarithmic scale of sizes, and beyond the known sizes the nearest ones hold. Requests that
-ran alone correct it: where some plans were measured at a size, the predictions of the others are scaled as those were
-wrong. Another plan is chosen when it is faster by a tenth, so that noise changes nothing. Where another plan is nearly
-as fast as predicted, it is tried now and then.
+ran alone correct it: the typical time of a plan takes the place of its prediction, and the predictions of plans that
+were not measured are scaled as that one was wrong. Another plan is chosen when it is faster by a tenth, so that noise
+changes nothing. Where another plan is nearly as fast as predicted, it is tried now and then.
 """
 
 from __future__ import annotations
@@ -82,8 +82,7 @@ class SizeSteps:
             return
         last = self._typical.get(plan, seconds)
         self._typical[plan] = last + NEW_SHARE * (min(seconds, OUTLIER_RATIO * last) - last)
-        typical = list(self._typical.items())
-        scale = math.prod(item / self._predicted[key] for key, item in typical) ** (1 / len(typical))
+        scale = self._typical[plan] / self._predicted[plan]
         self.seconds = [self._typical.get(key, scale * item) for key, item in enumerate(self._predicted)]
         if min(self.seconds) < HYSTERESIS * self.seconds[self.choice]:
             self.choice = self.seconds.index(min(self.seconds))

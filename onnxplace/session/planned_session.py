@@ -32,7 +32,6 @@ from onnxplace.bundle.bundle import Bundle
 from onnxplace.bundle.split_states import SplitStates
 from onnxplace.errors import Diagnostic, ExecutionError, FeedError, NoteWarning, OnnxplaceError
 from onnxplace.feeds.dimensions import dimensions_of_feeds, drop_derived_sizes
-from onnxplace.feeds.feeds import Array
 from onnxplace.runtime import interface
 from onnxplace.runtime.interface import CopyStatus, Result, Runtime, RuntimeSession, SessionStates
 from onnxplace.runtimes.execution.futures import ResultFuture, WaitList
@@ -40,6 +39,9 @@ from onnxplace.runtimes.execution.turns import TurnQueue, shared_turns
 from onnxplace.runtimes.execution.workers import WorkerThread
 from onnxplace.session.plan_choice import SizeSteps, StepTable
 from onnxplace.utils.threads import call_guarded, start_thread
+
+Feeds = Mapping[str, Any]
+Names = Collection[str]
 
 # Until a move was measured, states are taken to be read and written at this rate.
 MOVED_BYTES_PER_SECOND = 2e9
@@ -60,7 +62,7 @@ class Ticket:
     size: SizeSteps | None = None
     is_alone: bool = True
     """Whether no other request was in flight at any time."""
-    moved: Mapping[str, Any] | None = None
+    moved: Feeds | None = None
     """The states that it takes to another plan, whole; None if it takes none."""
 
     def count_seconds(self) -> float | None:
@@ -135,7 +137,7 @@ class OpenPlans:
 
     # -- sizes --------------------------------------------------------------------------------------
 
-    def find_size(self, feeds: Mapping[str, Any]) -> SizeSteps:
+    def find_size(self, feeds: Feeds) -> SizeSteps:
         """Return what is known of the size of some inputs; raises FeedError if no plan takes it."""
         key = tuple([(name, getattr(value, "shape", None)) for name, value in feeds.items()])
         if (size := self._sizes.get(key)) is not None:
@@ -146,8 +148,8 @@ class OpenPlans:
         steps = self._table.predict(sizes)
         size = SizeSteps([step if self.takes(plan, feeds) else math.inf for plan, step in enumerate(steps)])
         if math.isinf(size.seconds[size.choice]):
-            known = [drop_derived_sizes(item.dimensions) for item in self._bundles[0].manifest.sizes]
-            listed = "; ".join(", ".join(f"{name}={size}" for name, size in item.items()) for item in known)
+            known = [drop_derived_sizes(item.dimensions).items() for item in self._bundles[0].manifest.sizes]
+            listed = "; ".join(", ".join(f"{name}={size}" for name, size in items) for items in known)
             shapes = ", ".join(f"{name} {list(shape)}" for name, shape in key if shape is not None)
             message = f"no plan takes the shapes {shapes}; the bundle was compiled for {listed}"
             hint = "feed one of these sizes, or compile for this one too: --shape"
@@ -156,7 +158,7 @@ class OpenPlans:
             self._sizes.clear()
         return self._sizes.setdefault(key, size)
 
-    def takes(self, plan: int, feeds: Mapping[str, Any], moved: Mapping[str, Any] | None = None) -> bool:
+    def takes(self, plan: int, feeds: Feeds, moved: Feeds | None = None) -> bool:
         """Return whether the fixed sizes of a plan's inputs are those of feeds and moved states."""
         values = self._bundles[plan].manifest.values
         feeds = self.convert_feeds(plan, feeds, moved or {})
@@ -165,7 +167,7 @@ class OpenPlans:
             not isinstance(size, int) or size == fed for item in shapes for size, fed in zip(item[0] or (), item[1])
         )
 
-    def convert_feeds(self, plan: int, feeds: Mapping[str, Any], moved: Mapping[str, Any]) -> Mapping[str, Any]:
+    def convert_feeds(self, plan: int, feeds: Feeds, moved: Feeds) -> Feeds:
         """Return feeds of the first plan, and whole states that are not fed, in the parts of a plan."""
         return self.splits[plan].cut_feeds({**moved, **self.splits[0].join_feeds(feeds)})
 
@@ -197,12 +199,11 @@ class OpenPlans:
 
     def _open_in_background(self, plan: int) -> None:
         with self._lock:
-            if plan in self._openings:
-                return
-            name = f"onnxplace plan {plan + 1}"
-            thread = threading.Thread(target=self._open_later, args=(plan,), name=name, daemon=True)
-            start_thread(thread)
-            self._openings[plan] = thread
+            if plan not in self._openings:
+                name = f"onnxplace plan {plan + 1}"
+                thread = threading.Thread(target=self._open_later, args=(plan,), name=name, daemon=True)
+                start_thread(thread)
+                self._openings[plan] = thread
 
     def _open_later(self, plan: int) -> None:
         try:
@@ -275,7 +276,7 @@ class PlannedConversation(RuntimeSession, SessionStates):
 
     # -- requests -----------------------------------------------------------------------------------
 
-    def run(self, feeds: Mapping[str, Array], states: Collection[str] = (), timeout: float | None = None) -> Result:
+    def run(self, feeds: Feeds, states: Names = (), timeout: float | None = None) -> Result:
         """Return the result of a request, of the plan that is the fastest at its sizes."""
         ticket = self._plans.admit(timeout)
         try:
@@ -285,7 +286,7 @@ class PlannedConversation(RuntimeSession, SessionStates):
             self._end(ticket, None)
             raise
 
-    def submit(self, feeds: Mapping[str, Array], states: Collection[str] = ()) -> Future[Result]:
+    def submit(self, feeds: Feeds, states: Names = ()) -> Future[Result]:
         """Start a request; blocks while its states are on their way to another plan."""
         ticket, future = self._plans.admit(), PlannedFuture()
         try:
@@ -316,15 +317,13 @@ class PlannedConversation(RuntimeSession, SessionStates):
         if isinstance(future, PlannedFuture) and (cancel_request := future.cancel_request) is not None:
             cancel_request()
 
-    def _begin(
-        self, ticket: Ticket, feeds: Mapping[str, Array], states: Collection[str]
-    ) -> tuple[RuntimeSession, Mapping[str, Any], Collection[str]]:
+    def _begin(self, ticket: Ticket, feeds: Feeds, states: Names) -> tuple[RuntimeSession, Feeds, Names]:
         """Choose the plan of a request; return its session there, and the feeds and states as this one has them."""
         plans = self._plans
         size = ticket.size = plans.find_size(feeds)
         usable = plans.list_usable(size, ticket)
         if plans.state_names:
-            self._line.join(ticket, partial(self._may_begin, ticket, feeds, usable))
+            self._line.join(ticket, lambda others: self._may_begin(ticket, feeds, usable, others))
             if ticket.plan != self._plan:
                 self._take_along(ticket, feeds)
             self._is_empty = False
@@ -349,21 +348,18 @@ class PlannedConversation(RuntimeSession, SessionStates):
         if ticket.is_alone and seconds is not None and ticket.size is not None and ticket.moved is None:
             ticket.size.add(ticket.plan, seconds)
         if ticket.moved is not None:
-            left = self._plan if seconds is not None else ticket.plan
-            if seconds is not None:
-                self._plan, self._lost_seconds = ticket.plan, {}
-            if left in self._sessions:
+            has_moved, ticket.moved = seconds is not None, None
+            if (left := self._plan if has_moved else ticket.plan) in self._sessions:
                 self._sessions[left].states.reset()
-            if self._is_empty:  # they were reset meanwhile
-                self._sessions[self._plan].states.reset()
-            ticket.moved = None
+            if has_moved:
+                if self._is_empty:  # they were reset meanwhile
+                    self._sessions[ticket.plan].states.reset()
+                self._plan, self._lost_seconds = ticket.plan, {}
         self._line.leave(ticket)
 
     # -- the plan of the states -------------------------------------------------------------------------
 
-    def _may_begin(
-        self, ticket: Ticket, feeds: Mapping[str, Array], usable: Collection[int], others: Sequence[Ticket]
-    ) -> bool:
+    def _may_begin(self, ticket: Ticket, feeds: Feeds, usable: Sequence[int], others: Sequence[Ticket]) -> bool:
         """Choose the plan of a request if none before it moves the states; return whether it may begin there."""
         if any(item.plan != self._plan for item in others):
             return False
@@ -371,7 +367,7 @@ class PlannedConversation(RuntimeSession, SessionStates):
             ticket.plan = self._weigh(ticket.size or self._plans.find_size(feeds), feeds, usable)
         return ticket.plan == self._plan or not others
 
-    def _weigh(self, size: SizeSteps, feeds: Mapping[str, Array], usable: Collection[int]) -> int:
+    def _weigh(self, size: SizeSteps, feeds: Feeds, usable: Collection[int]) -> int:
         """Return the plan of the next request: another one if that has saved, or saves now, what a move costs."""
         # A move waits, which a callback on a worker must not do. Protected states also remain as they were before.
         if self._is_closed or self._is_protected or isinstance(threading.current_thread(), WorkerThread):
@@ -383,11 +379,11 @@ class PlannedConversation(RuntimeSession, SessionStates):
         worth = [plan for plan, other in seconds.items() if other < own and lost[plan] > cost]
         return min(worth, key=seconds.__getitem__, default=self._plan)
 
-    def _needs_none(self, feeds: Mapping[str, Array]) -> bool:
+    def _needs_none(self, feeds: Feeds) -> bool:
         """Return whether a request with these inputs takes no stored states."""
         return self._is_empty or self._plans.state_names <= feeds.keys()
 
-    def _take_along(self, ticket: Ticket, feeds: Mapping[str, Array]) -> None:
+    def _take_along(self, ticket: Ticket, feeds: Feeds) -> None:
         """Read the states for another plan; the request stays at theirs if it cannot take them along."""
         moved: dict[str, Any] = {}
         if not self._needs_none(feeds):
@@ -426,7 +422,7 @@ class PlannedConversation(RuntimeSession, SessionStates):
         for session in list(self._sessions.values()):
             session.states.reset()
 
-    def read(self) -> Mapping[str, Array]:
+    def read(self) -> Feeds:
         """Return copies of the stored states, as the first plan has them, after the requests in flight."""
         session, split = self._settle(), self._plans.splits[self._plan]
         return self._plans.splits[0].cut_feeds(split.join_feeds(session.states.read()))
