@@ -35,7 +35,7 @@ class StepTable:
     """The steps of the plans at known sizes, from which those at other sizes follow.
 
     >>> records = [SizeRecord(dimensions={"n": size}, seconds=seconds) for size, seconds in ((1, (1, 2)), (9, (9, 4)))]
-    >>> StepTable(records).predict({"n": 9})
+    >>> [round(step, 6) for step in StepTable(records).predict({"n": 9})]
     [9.0, 4.0]
     """
 
