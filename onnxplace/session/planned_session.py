@@ -112,7 +112,8 @@ class OpenPlans:
         self.splits = [SplitStates(item.manifest) for item in self._bundles]
         self.state_names = {item.input for item in manifest.states}
         self.line, self.conversation_numbers = Line(), itertools.count(1)
-        self._is_roomy = _holds_all_values(self._bundles)
+        self.is_roomy = _holds_all_values(self._bundles)
+        """Whether requests of all plans may be in flight at once."""
         self._table, self._sizes = StepTable(manifest.sizes), dict[tuple[Any, ...], SizeSteps]()
         values = {item.value for item in manifest.outputs if item.name in {state.output for state in manifest.states}}
         stored = sum(item.bytes for name, item in manifest.values.items() if name in values)
@@ -120,20 +121,17 @@ class OpenPlans:
         # Plans that are opened later have the libraries of operators that are in use now.
         self._context, self._lock = copy_context(), threading.Lock()
         self._context.run(shared_turns.set, TurnQueue())
-        self._openings: dict[int, threading.Thread] = {}
+        self.openings: dict[int, threading.Thread] = {}
         self._failures: dict[int, BaseException] = {}
         self.sessions: dict[int, RuntimeSession] = {}
-        self._is_ended = False
+        self.is_ended = False
+        """Whether the session is closed, so that plans that are being opened end as soon as they are open."""
 
     def admit(self, timeout: float | None = None) -> Ticket:
         """Return the ticket of a new request; raises ExecutionError in a forked process."""
         if os.getpid() != self._process:  # before any use of locks, which may be held
             raise interface.forked_session_error(self._process, self._where)
         return Ticket(timeout, None if timeout is None else time.monotonic() + timeout)
-
-    def enter(self, ticket: Ticket) -> None:
-        """Wait until the memory of the devices has room for a request of its plan."""
-        self.line.join(ticket, lambda others: self._is_roomy or all(item.plan == ticket.plan for item in others))
 
     # -- sizes --------------------------------------------------------------------------------------
 
@@ -160,12 +158,10 @@ class OpenPlans:
 
     def takes(self, plan: int, feeds: Feeds, moved: Feeds | None = None) -> bool:
         """Return whether the fixed sizes of a plan's inputs are those of feeds and moved states."""
-        values = self._bundles[plan].manifest.values
-        feeds = self.convert_feeds(plan, feeds, moved or {})
-        shapes = [(values[name].shape, getattr(item, "shape", ())) for name, item in feeds.items() if name in values]
-        return all(
-            not isinstance(size, int) or size == fed for item in shapes for size, fed in zip(item[0] or (), item[1])
-        )
+        values, shapes = self._bundles[plan].manifest.values, list[tuple[Any, Any]]()
+        for name, value in self.convert_feeds(plan, feeds, moved or {}).items():
+            shapes += zip((name in values and values[name].shape) or (), getattr(value, "shape", ()))
+        return all(size == fed for size, fed in shapes if isinstance(size, int))
 
     def convert_feeds(self, plan: int, feeds: Feeds, moved: Feeds) -> Feeds:
         """Return feeds of the first plan, and whole states that are not fed, in the parts of a plan."""
@@ -175,17 +171,17 @@ class OpenPlans:
         """Return the open plans that take a size; opens its best one, and waits for a plan if there is none."""
         plans = [plan for plan, seconds in enumerate(size.seconds) if seconds < math.inf]
         for plan in (size.choice, *plans):
-            if plan not in self.sessions and not self._is_ended:
+            if plan not in self.sessions and not self.is_ended:
                 self._open_in_background(plan)
             usable = [item for item in plans if item in self.sessions and self.sessions[item].failure is None]
             if usable:
                 return usable
-            if plan in self._openings:
-                self._openings[plan].join(ticket.count_seconds())
-                if self._openings[plan].is_alive():
+            if plan in self.openings:
+                self.openings[plan].join(ticket.count_seconds())
+                if self.openings[plan].is_alive():
                     raise interface.run_timeout_error(ticket.timeout, f"plan {plan + 1} is being opened")
         opened = [plan for plan in plans if plan in self.sessions]
-        if opened or self._is_ended:
+        if opened or self.is_ended:
             return opened or [0]
         raise self._failures[size.choice]
 
@@ -194,38 +190,25 @@ class OpenPlans:
     def open(self, plan: int) -> None:
         """Open a plan."""
         self.sessions[plan] = self._context.copy().run(self._open_plan, self._bundles[plan])
-        if self._is_ended:
+        if self.is_ended:
             self.sessions[plan].abandon()
 
     def _open_in_background(self, plan: int) -> None:
         with self._lock:
-            if plan not in self._openings:
+            if plan not in self.openings:
                 name = f"onnxplace plan {plan + 1}"
                 thread = threading.Thread(target=self._open_later, args=(plan,), name=name, daemon=True)
                 start_thread(thread)
-                self._openings[plan] = thread
+                self.openings[plan] = thread
 
     def _open_later(self, plan: int) -> None:
         try:
             self.open(plan)
         except BaseException as failure:  # noqa: BLE001 - other plans run the requests, or their callers get it
             self._failures[plan] = failure
-            if not self._is_ended and getattr(failure, "code", "") != "X006":
+            if not self.is_ended and getattr(failure, "code", "") != "X006":
                 message = f"plan {plan + 1} cannot be opened, and others run its requests: {failure}"
                 call_guarded(warnings.warn, NoteWarning(Diagnostic("X018", message, where=self._where)))
-
-    def close(self, timeout: float | None = None) -> None:
-        """Close all plans; those that are being opened end as soon as they are open."""
-        self._is_ended = True
-        _close_all(self.sessions, timeout)
-        for thread in self._openings.values():
-            thread.join(OPENING_GRACE_SECONDS if timeout is None else min(timeout, OPENING_GRACE_SECONDS))
-
-    def abandon(self) -> None:
-        """Let all plans end without waiting, and those that are being opened as soon as they are open."""
-        self._is_ended = True
-        for session in list(self.sessions.values()):
-            session.abandon()
 
 
 def _holds_all_values(bundles: Sequence[Bundle]) -> bool:
@@ -234,12 +217,6 @@ def _holds_all_values(bundles: Sequence[Bundle]) -> bool:
     for device in (device for bundle in bundles for device in bundle.manifest.devices):
         room[device.id] = room.get(device.id, device.limit_bytes) - device.peak_bytes
     return min(room.values(), default=0) >= 0
-
-
-def _close_all(sessions: Mapping[int, RuntimeSession], timeout: float | None) -> None:
-    deadline = None if timeout is None else time.monotonic() + timeout
-    for session in list(sessions.values()):
-        session.close(None if deadline is None else max(deadline - time.monotonic(), 0))
 
 
 class PlannedFuture(ResultFuture):
@@ -259,7 +236,7 @@ class PlannedConversation(RuntimeSession, SessionStates):
 
     def __init__(self, plans: OpenPlans, number: int = 0) -> None:
         self._plans, self._number, self._line = plans, number, Line()
-        self._sessions: dict[int, RuntimeSession] = {}
+        self._sessions: dict[int, RuntimeSession] = {} if number else plans.sessions
         """Its requests at each plan; those of the session itself are not conversations of the plans."""
         self._plan = 0
         """The plan that has the states."""
@@ -270,8 +247,7 @@ class PlannedConversation(RuntimeSession, SessionStates):
 
     def _find_session(self, plan: int) -> RuntimeSession:
         if plan not in self._sessions:
-            session = self._plans.sessions[plan]
-            self._sessions[plan] = session.open_conversation() if self._number else session
+            self._sessions[plan] = self._plans.sessions[plan].open_conversation()
         return self._sessions[plan]
 
     # -- requests -----------------------------------------------------------------------------------
@@ -330,7 +306,7 @@ class PlannedConversation(RuntimeSession, SessionStates):
         else:
             plan = size.choose()
             ticket.plan = plan if plan in usable else min(usable, key=size.seconds.__getitem__)
-        plans.enter(ticket)
+        plans.line.join(ticket, lambda others: plans.is_roomy or all(item.plan == ticket.plan for item in others))
         names = plans.splits[ticket.plan].expand_names(plans.splits[0].join_names(states))
         return self._find_session(ticket.plan), plans.convert_feeds(ticket.plan, feeds, ticket.moved or {}), names
 
@@ -449,8 +425,9 @@ class PlannedConversation(RuntimeSession, SessionStates):
 
     def close(self, timeout: float | None = None) -> None:
         """Wait for this conversation's requests, then free its states; the plans stay open."""
-        self._is_closed = True
-        _close_all(self._sessions, timeout)
+        self._is_closed, ticket = True, Ticket(deadline=None if timeout is None else time.monotonic() + timeout)
+        for session in list(self._sessions.values()):
+            session.close(ticket.count_seconds())
 
     def abandon(self) -> None:
         """Let its requests end, whose states are then freed, without waiting for them."""
@@ -465,30 +442,28 @@ class PlannedSession(PlannedConversation):
     def __init__(self, runtime: Runtime, bundle: Bundle, *, trace: bool, max_in_flight: int, warmup: bool) -> None:
         open_plan = partial(interface.open_session, runtime, trace=trace, max_in_flight=max_in_flight)
         plans = OpenPlans(bundle, open_plan)
-        try:
-            for plan in range(len(bundle.plans) if warmup else 1):
-                plans.open(plan)
-            super().__init__(plans)
-        except BaseException:
-            plans.abandon()
-            raise
+        for plan in range(len(bundle.plans) if warmup else 1):
+            plans.open(plan)
+        super().__init__(plans)
 
     @property
     def failure(self) -> BaseException | None:
         """Return the error that has ended all open plans; None while one works."""
-        failures = [session.failure for session in list(self._plans.sessions.values())]
+        failures = [session.failure for session in list(self._sessions.values())]
         return None if None in failures else failures[0]
 
     def list_copies(self) -> tuple[CopyStatus, ...]:
         """Return each open plan as a copy, if processes of their own run it, which are opened again."""
-        return tuple(copy for session in list(self._plans.sessions.values()) for copy in session.list_copies())
+        return tuple(copy for session in list(self._sessions.values()) for copy in session.list_copies())
 
     def close(self, timeout: float | None = None) -> None:
         """Wait for running requests, at most `timeout` seconds, then end them and all plans."""
-        self._is_closed = True
-        self._plans.close(timeout)
+        self._plans.is_ended = True
+        super().close(timeout)
+        for thread in self._plans.openings.values():
+            thread.join(OPENING_GRACE_SECONDS if timeout is None else min(timeout, OPENING_GRACE_SECONDS))
 
     def abandon(self) -> None:
         """Let all plans end without waiting for them."""
-        self._is_closed = True
-        self._plans.abandon()
+        self._plans.is_ended = True
+        super().abandon()

@@ -19,6 +19,7 @@ import onnxplace
 from onnxplace import Batching
 from onnxplace.errors import ExecutionError, FeedError, NoteWarning, RunTimeoutError
 from onnxplace.machine.isolated_sessions import find_processes
+from onnxplace.machine.ort_sessions import _custom_libraries
 from onnxplace.pipeline.registry import create_runtime
 from onnxplace.runtime.interface import Result
 from onnxplace.session.planned_session import Line, PlannedSession, Ticket
@@ -549,7 +550,7 @@ def test_a_plan_that_cannot_be_opened_is_reported_once_and_replaced(rows, monkey
         with onnxplace.InferenceSession(rows) as session:
             for _ in range(3):
                 assert session.run_timed(feed_rows(LARGE)).plan == 0
-                session._session._plans._openings[1].join(HUNG_SECONDS)
+                session._session._plans.openings[1].join(HUNG_SECONDS)
     notes = [item.message for item in caught if isinstance(item.message, NoteWarning)]
     assert [note.note.code for note in notes] == ["X018"]
     assert "out of memory" in str(notes[0])
@@ -637,3 +638,23 @@ def test_the_engines_of_plans_share_the_turns_of_processors(rows):
         assert first is second is not None
     with onnxplace.InferenceSession(rows.plans[1]) as session:
         assert session._session.engine._turns is None
+
+
+def test_plans_that_are_opened_later_load_the_operators_of_the_session(totals, monkeypatch):
+    seen, runtime = [], type(create_runtime("simulated"))
+    opened = runtime.open
+
+    def note(self, bundle, **options):
+        seen.append(_custom_libraries.get())
+        return opened(self, bundle, **options)
+
+    monkeypatch.setattr(runtime, "open", note)
+    token = _custom_libraries.set(("operators.so",))
+    try:
+        session = onnxplace.InferenceSession(totals, runtime="simulated")
+    finally:
+        _custom_libraries.reset(token)
+    with session:
+        session.run_timed(feed(LARGE))
+        wait_until(lambda: 1 in session._session._plans.sessions)
+    assert seen == [("operators.so",)] * 2
