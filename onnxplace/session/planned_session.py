@@ -110,6 +110,7 @@ class OpenPlans:
         self._bundles, self._open_plan, self._process = bundle.plans, open_plan, os.getpid()
         manifest, self._where = bundle.manifest, str(bundle.path)
         self.splits = [SplitStates(item.manifest) for item in self._bundles]
+        self.is_split = any(self.splits)
         self.state_names = {item.input for item in manifest.states}
         self.line, self.conversation_numbers = Line(), itertools.count(1)
         self.is_roomy = _holds_all_values(self._bundles)
@@ -307,16 +308,18 @@ class PlannedConversation(RuntimeSession, SessionStates):
             plan = size.choose()
             ticket.plan = plan if plan in usable else min(usable, key=size.seconds.__getitem__)
         plans.line.join(ticket, lambda others: plans.is_roomy or all(item.plan == ticket.plan for item in others))
-        names = plans.splits[ticket.plan].expand_names(plans.splits[0].join_names(states))
+        names = plans.splits[ticket.plan].expand_names(plans.splits[0].join_names(states)) if states else ()
         return self._find_session(ticket.plan), plans.convert_feeds(ticket.plan, feeds, ticket.moved or {}), names
 
     def _deliver(self, ticket: Ticket, result: Result) -> Result:
         """End a request; return the result of its plan as the first plan would return it."""
         self._end(ticket, result.seconds)
-        own, split = self._plans.splits[0], self._plans.splits[ticket.plan]
-        whole = {name: split.find_output(result.outputs, name) for name in split.join_names(result.outputs)}
+        outputs, split = result.outputs, self._plans.splits[ticket.plan]
+        if self._plans.is_split:
+            whole = {name: split.find_output(outputs, name) for name in split.join_names(outputs)}
+            outputs = self._plans.splits[0].cut_outputs(whole)
         events = tuple([replace(event, conversation=self._number) for event in result.events])
-        return Result(own.cut_outputs(whole), events, result.seconds, ticket.plan)
+        return Result(outputs, events, result.seconds, ticket.plan)
 
     def _end(self, ticket: Ticket, seconds: float | None) -> None:
         """Note the end of a request, after `seconds` or by a failure; may be repeated."""
@@ -331,7 +334,8 @@ class PlannedConversation(RuntimeSession, SessionStates):
                 if self._is_empty:  # they were reset meanwhile
                     self._sessions[ticket.plan].states.reset()
                 self._plan, self._lost_seconds = ticket.plan, {}
-        self._line.leave(ticket)
+        if self._plans.state_names:
+            self._line.leave(ticket)
 
     # -- the plan of the states -------------------------------------------------------------------------
 
