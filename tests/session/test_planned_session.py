@@ -346,6 +346,51 @@ def test_a_request_waits_for_the_one_that_moves_states(talking):
     assert step(talking, reference, SMALL) == 0
 
 
+def fail(talking, size, kind):
+    """Let a request fail: in a segment, by a timeout, or since it is cancelled."""
+    if kind == "segment":
+        with pytest.raises(ExecutionError, match="X001"):
+            talking.run(None, feed(size, pick=50))
+    elif kind == "timeout":
+        with pytest.raises(RunTimeoutError):
+            talking.run(None, feed(size, limit=ENDLESS), timeout=0.02)
+    else:
+        future = talking.submit(feed(size, limit=ENDLESS))
+        talking.cancel(future)
+        with pytest.raises(ExecutionError, match="X011"):
+            future.result(HUNG_SECONDS)
+
+
+def stumble(session, seed, count):
+    """Run a conversation in which requests fail, some of which would have moved the states."""
+    generator = np.random.default_rng(seed)
+    with session.conversation() as talking:
+        reference, plan = begin(talking), 0
+        for number in range(count):
+            size = int(generator.choice([SMALL, LARGE]))
+            if generator.integers(2):
+                plan = step(talking, reference, size, number)
+                assert plan == (size == LARGE)
+                continue
+            fail(talking, size, generator.choice(["segment", "timeout", "cancellation"]))
+            try:
+                talking.read_states()
+            except FeedError:
+                assert plan == (size == LARGE)  # the request had taken the states at their plan
+                talking.reset_state()
+                reference = Totals()
+                plan = step(talking, reference, size, number, **START)
+            np.testing.assert_array_equal(talking.read_states()["log"], reference.log)
+
+
+@pytest.mark.parametrize(
+    ("conversations", "count"), [(4, 12), pytest.param(100, 30, marks=pytest.mark.slow)], ids=["few", "many"]
+)
+def test_conversations_go_on_whatever_fails_in_their_moves(session, conversations, count):
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(partial(stumble, session, count=count), range(conversations)))
+
+
 def test_states_that_are_lost_at_their_plan_are_not_replaced(session):
     begin(session)
     with pytest.raises(ExecutionError, match="X001"):
