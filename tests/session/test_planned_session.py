@@ -22,6 +22,7 @@ from onnxplace.machine.isolated_sessions import find_processes
 from onnxplace.machine.ort_sessions import _custom_libraries
 from onnxplace.pipeline.registry import create_runtime
 from onnxplace.runtime.interface import Result
+from onnxplace.runtimes.execution.segments import OpenSegment
 from onnxplace.session.planned_session import Line, PlannedSession, Ticket
 from tests.support.fault_checks import HUNG_SECONDS, list_worker_threads, wait_until
 from tests.support.planned import (
@@ -703,3 +704,32 @@ def test_plans_that_are_opened_later_load_the_operators_of_the_session(totals, m
         session.run_timed(feed(LARGE))
         wait_until(lambda: 1 in session._session._plans.sessions)
     assert seen == [("operators.so",)] * 2
+
+
+def test_a_processor_computes_for_one_plan_at_a_time(rows, monkeypatch):
+    active, overlaps, run = [], [], OpenSegment.run
+
+    def note_overlaps(self, *arguments):
+        device = self.record.device
+        overlaps.extend([device] * active.count(device))
+        active.append(device)
+        try:
+            return run(self, *arguments)
+        finally:
+            active.remove(device)
+
+    monkeypatch.setattr(OpenSegment, "run", note_overlaps)
+    with onnxplace.InferenceSession(rows, warmup=True) as session:
+        futures = [session.submit(feed_rows(size, limit=50)) for size in [SMALL, LARGE] * 20]
+        assert {future.result(HUNG_SECONDS).plan for future in futures} == {0, 1}
+    assert overlaps == []
+
+
+def test_no_thread_is_left_after_a_session(rows, totals):
+    for bundle, feeds in ((rows, feed_rows(LARGE)), (totals, feed(LARGE, **START))):
+        with onnxplace.InferenceSession(bundle, warmup=True) as session:
+            session.submit(feeds).result(HUNG_SECONDS)
+        assert not list_worker_threads()
+        onnxplace.InferenceSession(bundle, warmup=True).run(None, feeds)  # and is forgotten
+        gc.collect()
+        wait_until(lambda: not list_worker_threads())
