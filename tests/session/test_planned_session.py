@@ -3,6 +3,7 @@
 import gc
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -330,6 +331,23 @@ def test_a_cancellation_of_the_request_that_moves_states_loses_nothing(talking):
     talking.cancel(future)
     with pytest.raises(ExecutionError, match="X011"):
         future.result(HUNG_SECONDS)
+    require_unchanged(talking, reference)
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="no signals to threads here")
+def test_an_interrupt_of_the_request_that_moves_states_loses_nothing(talking):
+    reference, main = begin(talking), threading.main_thread().ident
+    engine = talking._session._plans.sessions[1].engine
+
+    def interrupt():
+        wait_until(lambda: any(item.current_steps for item in engine.list_in_flight()))
+        signal.pthread_kill(main, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        talking.run(None, feed(LARGE, limit=ENDLESS))
+    thread.join(HUNG_SECONDS)
     require_unchanged(talking, reference)
 
 
