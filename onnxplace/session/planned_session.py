@@ -63,7 +63,9 @@ class Ticket:
     is_alone: bool = True
     """Whether no other request was in flight at any time."""
     moved: Feeds | None = None
-    """The states that it takes to another plan, whole; None if it takes none."""
+    """The states that it takes to another plan, whole; None if it stays at theirs, and after its end."""
+    source: int = 0
+    """The plan that they are at until it has succeeded."""
 
     def count_seconds(self) -> float | None:
         """Return the time before the deadline; None without one."""
@@ -269,11 +271,11 @@ class PlannedConversation(RuntimeSession, SessionStates):
         try:
             session, feeds, states = self._begin(ticket, feeds, states)
             inner = session.submit(feeds, states)
+            future.cancel_request = partial(session.cancel, inner)
+            inner.add_done_callback(partial(self._finish, ticket, future))
         except BaseException:
             self._end(ticket, None)
             raise
-        future.cancel_request = partial(session.cancel, inner)
-        inner.add_done_callback(partial(self._finish, ticket, future))
         return future
 
     def _finish(self, ticket: Ticket, future: PlannedFuture, inner: Future[Result]) -> None:
@@ -327,13 +329,14 @@ class PlannedConversation(RuntimeSession, SessionStates):
         if ticket.is_alone and seconds is not None and ticket.size is not None and ticket.moved is None:
             ticket.size.add(ticket.plan, seconds)
         if ticket.moved is not None:
-            has_moved, ticket.moved = seconds is not None, None
-            if (left := self._plan if has_moved else ticket.plan) in self._sessions:
-                self._sessions[left].states.reset()
-            if has_moved:
-                if self._is_empty:  # they were reset meanwhile
-                    self._sessions[ticket.plan].states.reset()
-                self._plan, self._lost_seconds = ticket.plan, {}
+            if self._is_empty and ticket.plan in self._sessions:  # they were reset meanwhile
+                self._sessions[ticket.plan].states.reset()
+            if seconds is not None:
+                self._plan = ticket.plan  # the one step that moves them
+            for plan in (ticket.source, ticket.plan):
+                if plan != self._plan and plan in self._sessions:
+                    self._sessions[plan].states.reset()
+            ticket.moved = None
         if self._plans.state_names:
             self._line.leave(ticket)
 
@@ -375,10 +378,11 @@ class PlannedConversation(RuntimeSession, SessionStates):
                 return
             # They are written as long as they are read.
             self._plans.move_seconds = (self._plans.move_seconds + 2 * (time.perf_counter() - start)) / 2
+        self._lost_seconds = {}
         if self._plans.takes(ticket.plan, feeds, moved):
-            ticket.moved = moved
+            ticket.source, ticket.moved = self._plan, moved
         else:
-            ticket.plan, self._lost_seconds = self._plan, {}
+            ticket.plan = self._plan
 
     # -- states ---------------------------------------------------------------------------------------
 
@@ -392,8 +396,10 @@ class PlannedConversation(RuntimeSession, SessionStates):
         ticket = self._plans.admit()
         try:
             self._line.join(ticket, lambda others: all(item.plan == self._plan for item in others))
-        finally:
             self._line.leave(ticket)
+        except BaseException:  # also an interrupt at any of these steps
+            self._line.leave(ticket)
+            raise
         return self._sessions[self._plan]
 
     def reset(self) -> None:

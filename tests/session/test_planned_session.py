@@ -26,6 +26,7 @@ from onnxplace.runtime.interface import Result
 from onnxplace.runtimes.execution.segments import OpenSegment
 from onnxplace.session.planned_session import Line, PlannedSession, Ticket
 from tests.support.fault_checks import HUNG_SECONDS, list_worker_threads, wait_until
+from tests.support.interrupts import Interrupts
 from tests.support.planned import (
     APART,
     ENDLESS,
@@ -349,6 +350,34 @@ def test_an_interrupt_of_the_request_that_moves_states_loses_nothing(talking):
         talking.run(None, feed(LARGE, limit=ENDLESS))
     thread.join(HUNG_SECONDS)
     require_unchanged(talking, reference)
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers here")
+@pytest.mark.parametrize("count", [150, pytest.param(5000, marks=pytest.mark.slow)], ids=["few", "many"])
+def test_interrupts_at_any_moment_leave_the_states_before_or_after_a_request(session, count):
+    begin(session)
+    generator, size = np.random.default_rng(0), SMALL
+    for _ in range(count):
+        size, before = SMALL + LARGE - size, session.read_states()["log"]
+        try:
+            with Interrupts(generator.uniform(1e-6, 1e-3)):
+                if generator.integers(2):
+                    session.run(None, feed(size))
+                else:
+                    session.submit(feed(size)).result(HUNG_SECONDS)
+        except KeyboardInterrupt:
+            pass
+        try:
+            after = session.read_states()["log"]
+        except FeedError:  # a request at the plan of the states had taken them
+            after = None
+        assert after is None or len(after) in (len(before), len(before) + size)
+        if after is None or len(after) > 50:
+            session.reset_state()
+            begin(session)
+            size = SMALL
+    assert not session._session._line._tickets
+    assert not session._session._plans.line._tickets
 
 
 def test_a_request_waits_for_the_one_that_moves_states(talking):
