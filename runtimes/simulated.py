@@ -13,7 +13,7 @@ from onnxplace.bundle.bundle import Bundle
 from onnxplace.bundle.bundle_routes import list_routes
 from onnxplace.errors import ExecutionError
 from onnxplace.feeds.feeds import Array
-from onnxplace.runtime.interface import DEFAULT_MAX_IN_FLIGHT, Result, Runtime, RuntimeSession
+from onnxplace.runtime.interface import DEFAULT_MAX_IN_FLIGHT, Result, Runtime, RuntimeSession, SessionStates
 from onnxplace.runtime.timelines import RequestTimeline, predict_timelines
 
 
@@ -32,6 +32,14 @@ class Simulated(Runtime):
         They end at once, so that none are in flight. Their timelines follow one another on a clock of the session.
         """
         return SimulatedSession(bundle, trace)
+
+
+class SimulatedStates(SessionStates):
+    """No states, which take no time to move to another plan."""
+
+    def read(self) -> Mapping[str, Array]:
+        """Return nothing."""
+        return {}
 
 
 class SimulatedSession(RuntimeSession):
@@ -79,6 +87,11 @@ class SimulatedSession(RuntimeSession):
             replace(event, request=number, submitted_seconds=submitted) for event in timeline.events if self._trace
         )
         return Result({}, events, timeline.finish_seconds)
+
+    @property
+    def states(self) -> SessionStates:
+        """Return no states."""
+        return SimulatedStates(type(self).__name__)
 
     def open_conversation(self) -> RuntimeSession:
         """Return a session that ends with this one; nothing is stored."""

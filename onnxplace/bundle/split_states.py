@@ -58,6 +58,11 @@ class SplitStates:
             expanded += self._by_output[name].outputs if name in self._by_output else [name]
         return expanded
 
+    def join_names(self, names: Iterable[str]) -> list[str]:
+        """Return output names with those of whole states in place of their parts."""
+        whole = {part: name for name, state in self._by_output.items() for part in state.outputs}
+        return list(dict.fromkeys(whole.get(name, name) for name in names))
+
     def find_output(self, outputs: Mapping[str, Any], name: str) -> Any:
         """Return an output by its name in the original model."""
         if name not in self._by_output:

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from numbers import Integral, Real
 from typing import NoReturn
 
@@ -20,6 +21,7 @@ from onnxplace.feeds.dimensions import MAX_DIMENSION
 from onnxplace.feeds.feeds import Array
 from onnxplace.runtime.interface import CopyStatus, Result, Runtime, RuntimeSession, open_session, run_timeout_error
 from onnxplace.session.batcher import Batcher, BatchQueue, Joiner
+from onnxplace.session.planned_session import PlannedSession
 
 # More requests in flight only take memory.
 MAX_REQUESTS = 1024
@@ -177,16 +179,20 @@ class BatchedSession(RuntimeSession):
 
 
 def open_serving_session(
-    bundle: Bundle, runtime: Runtime, trace: bool, max_in_flight: int, batching: Batching | None
+    bundle: Bundle, runtime: Runtime, trace: bool, max_in_flight: int, batching: Batching | None, warmup: bool = False
 ) -> RuntimeSession:
-    """Open a bundle; raises UsageError, before that, if requests are to be joined and cannot be."""
+    """Open a bundle, all its plans with `warmup`.
+
+    Raises UsageError, before that, if requests are to be joined and cannot be.
+    """
+    open_any = partial(PlannedSession, warmup=warmup) if bundle.manifest.plans else open_session
     if batching is None:
-        return open_session(runtime, bundle, trace=trace, max_in_flight=max_in_flight)
+        return open_any(runtime, bundle, trace=trace, max_in_flight=max_in_flight)
     if not isinstance(batching, Batching):
         hint = "such as batching=onnxplace.Batching(max_batch=8)"
         raise UsageError("U005", f"expected a Batching, got {batching!r}", where="batching", hint=hint)
     record = require_batching(bundle)
-    session = open_session(runtime, bundle, trace=trace, max_in_flight=max_in_flight)
+    session = open_any(runtime, bundle, trace=trace, max_in_flight=max_in_flight)
     try:
         return BatchedSession(session, bundle, record, batching, max_in_flight)
     except BaseException:

@@ -411,7 +411,7 @@ class Batcher:
             return
         for request, part in zip(batch, parts, strict=True):
             seconds = time.perf_counter() - request.start_time
-            self._finish(request, Result(part, result.events, seconds), None)
+            self._finish(request, Result(part, result.events, seconds, result.plan), None)
 
     def _fail_batch(self, batch: Sequence[WaitingRequest], failure: BaseException) -> None:
         """Let the requests of a failed batch run one by one, so that only those fail that have to."""

@@ -114,12 +114,13 @@ class InferenceSession:
         runtime: Name of the runtime.
         trace: Whether requests are recorded for `trace`.
         custom_op_libraries: Shared libraries with operators that ONNX Runtime does not have.
-        max_in_flight: Number of requests in flight, 1 to 1024; further ones wait until one ends.
+        max_in_flight: Number of requests in flight, 1 to 1024, of each plan; further ones wait until one ends.
         batching: Joins requests of several callers into one, `Batching(max_batch=8)`; see docs/serving.md.
         fallback: A device of this machine, "cpu:0", that takes over the segments of a device that is lost while the
             session is open; a FallbackWarning reports it. See docs/faults.md.
         isolate: Whether each device has its own process. If a run ends that, the request fails, and all others go
             on when it is open again; `list_copies` counts the deaths. See docs/faults.md.
+        warmup: Whether all plans of a bundle for several sizes are opened at once, instead of at their first use.
         further: Options of the runtime, such as `hosts`, `timeout` and `replicas` of `mpi` (`onnxplace runtimes mpi`,
             docs/hosts.md); and other keywords of ONNX Runtime, such as `enable_fallback`.
     """
@@ -138,6 +139,7 @@ class InferenceSession:
         batching: Batching | None = None,
         fallback: str | None = None,
         isolate: bool | None = None,
+        warmup: bool = False,
         **further: Any,
     ) -> None:
         max_in_flight = check_in_flight(max_in_flight, "max_in_flight")
@@ -154,7 +156,7 @@ class InferenceSession:
             hint = "use --runtime onnxruntime, or compile without --state"
             raise UsageError("U045", f"runtime {runtime!r} keeps no states", where=str(opened.path), hint=hint)
         with use_custom_operators(custom_op_libraries):
-            session = open_serving_session(opened, created, trace, max_in_flight, batching)
+            session = open_serving_session(opened, created, trace, max_in_flight, batching, warmup)
             self._attach(opened, session, TraceRecorder() if trace else None, is_batched=batching is not None)
 
     def _attach(

@@ -21,7 +21,7 @@ from onnxplace.runtime.interface import Event, EventKind
 from onnxplace.runtimes.execution.failures import describe_segment_failure, is_out_of_memory
 from onnxplace.runtimes.execution.requests import CancelledError, Request, StateTable
 from onnxplace.runtimes.execution.segments import OpenRoute, OpenSegment, PlacedDevice
-from onnxplace.runtimes.execution.turns import TurnQueue
+from onnxplace.runtimes.execution.turns import TurnQueue, shared_turns
 from onnxplace.runtimes.execution.wakeups import WakeupFlag
 from onnxplace.runtimes.execution.weight_files import WeightFiles
 
@@ -54,7 +54,7 @@ class ProgramLoop(ABC):
         self._trace = trace
         self._wakeup_flags: dict[str, WakeupFlag] = {}
         uses = Counter(name for device in devices.values() for name in device.processors)
-        self._turns = TurnQueue() if max(uses.values(), default=0) > 1 else None
+        self._turns = shared_turns.get() or (TurnQueue() if max(uses.values(), default=0) > 1 else None)
         """What devices that share processors wait for before a segment; None where none do."""
         self._routes = routes
         self._index_values()
@@ -188,7 +188,7 @@ class ProgramLoop(ABC):
             raise describe_segment_failure(problem, segment.record, self.bundle.manifest, device.id) from problem
         finally:
             if self._turns is not None:  # also of work that is only enqueued: the device keeps its order
-                self._turns.leave((request.number, device.id))
+                self._turns.leave((self, request.number, device.id))
             if loader is not None:
                 for name in segment.record.streamed:
                     values.pop(name, None)
@@ -198,7 +198,7 @@ class ProgramLoop(ABC):
     def _take_turn(self, turns: TurnQueue, device: PlacedDevice, segment: OpenSegment, request: Request) -> None:
         """Wait until the processors of a device are its own; raises CancelledError when the request has failed."""
         start, home = time.perf_counter(), request.route.programs[device.id]
-        turn = turns.join((request.number, device.id), device.processors, partial(request.wake, home))
+        turn = turns.join((self, request.number, device.id), device.processors, partial(request.wake, home))
         if not turn.has_begun:
             request.await_turn(turn, home)
             self._record(request, device, "wait", segment.record.id, start)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Hashable
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 
@@ -19,7 +20,7 @@ class Turn:
 
 
 class TurnQueue:
-    """The turns of the devices of one engine, in the order in which their threads asked for them.
+    """The turns of the devices of one engine, or several, in the order in which their threads asked for them.
 
     A turn takes its place in the queues of all its processors at once, and begins when it is the first in each of
     them. So it waits for earlier turns only: there is no deadlock, and none is passed over.
@@ -51,3 +52,7 @@ class TurnQueue:
                 turn.has_begun = True
                 turn.wake()
             taken |= turn.processors
+
+
+shared_turns: ContextVar[TurnQueue | None] = ContextVar("turns of several engines", default=None)
+"""The queue of engines that are opened to share processors, such as those of a bundle's plans."""

@@ -232,7 +232,7 @@ class WorkLoop(ProgramLoop):
         if self.worker is not None and not self.worker.finished(request):
             return
         if self._turns is not None:  # an interrupt may have kept the end of a segment from it
-            self._turns.leave((request.number, device))
+            self._turns.leave((self, request.number, device))
         with self.lock:
             request.unfinished.discard(device)
             last = not request.unfinished and request.number in self._in_flight

@@ -139,7 +139,7 @@ def open_models(
     try:
         with show_progress(json_, "opening models"):
             for name, bundle in bundles.items():
-                more = {**options["session_options"], "isolate": options["isolate"]}
+                more = {**options["session_options"], "isolate": options["isolate"], "warmup": options["warmup"]}
                 models.append(open_model(name, bundle, limits, batching, more))
                 if options["warmup"]:
                     models[-1].warm_up()
