@@ -5,7 +5,7 @@
 Each model is compiled for two sizes together, and for each of them alone. Then the three bundles run in turns: at both
 sizes, and at two sizes between them. A row has the time of the bundle with plans over that of the better one of the
 other two: the median of rounds, each a ratio of medians. The last rows are conversations of a decoder, a prompt and
-tokens after it, whose cache moves where the plan changes. The first round does not count: plans are opened in it. The
+tokens after it, whose cache moves where the plan changes. The first round does not count. The
 limits are 1.05 at the sizes that were compiled for, and 1.10 elsewhere. Nothing else should run meanwhile. `--quick`
 tries the benchmark itself, with small models and few runs.
 """
@@ -212,7 +212,7 @@ def measure(name: str, folder: Path, options: argparse.Namespace) -> Iterator[Ro
         output = folder / f"{name}-{number}"
         bundles.append(onnxplace.compile(path, output, devices=options.devices, shape=shape, state=state, force=True))
     with ExitStack() as stack:
-        sessions = [stack.enter_context(onnxplace.InferenceSession(bundle)) for bundle in bundles]
+        sessions = [stack.enter_context(onnxplace.InferenceSession(bundle, warmup=True)) for bundle in bundles]
         measurement = Measurement(sessions, bundles[0], options.rounds, 5 if options.quick else 20)
         kinds = [("compiled for", size) for size in case.sizes] + [("between", size) for size in case.between]
         for kind, sizes in kinds:

@@ -234,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         bundle = onnxplace.load(options.bundle)
         if not bundle.manifest.states:
             parser.error(f"{options.bundle} has no states: compile the decoder with --llm")
-        with onnxplace.InferenceSession(bundle) as session:
+        with onnxplace.InferenceSession(bundle, warmup=True) as session:
             shown = options.prompt
             print(shown, end="", flush=True)
             start = time.perf_counter()
