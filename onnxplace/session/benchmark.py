@@ -366,7 +366,8 @@ def _time_steps(
     # A prompt after a prompt is another size: states that grow begin anew at each of several sizes.
     is_repeated, plans = bool(bundle.manifest.sizes) and not keeps_state_shapes(bundle), list[int]()
     feeds = [steps.first if is_repeated else steps.feeds(number) for number in range(repeat + WARM_UPS)]
-    with InferenceSession(bundle, max_in_flight=max(in_flight, DEFAULT_MAX_IN_FLIGHT), **options) as session:
+    limit = max(in_flight, DEFAULT_MAX_IN_FLIGHT)
+    with InferenceSession(bundle, max_in_flight=limit, warmup=True, **options) as session:
         calls: dict[str, Callable[[Any], object]] = {
             "bundle": lambda arrays: plans.append(session.run_timed(arrays).plan),
             "model": whole,

@@ -106,7 +106,7 @@ def verify(
     if count < 1:
         raise UsageError("U005", f"expected 1 step or more, got {count}", where="steps", hint="leave it out")
     file = inputs if isinstance(inputs, (str, Path)) else None
-    options = {"runtime": "onnxruntime", **(session_options or {})}
+    options = {"runtime": "onnxruntime", "warmup": True, **(session_options or {})}
     copies: tuple[CopyStatus, ...] = ()
     given = inputs is not None or bool(shape)
 
