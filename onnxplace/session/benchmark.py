@@ -217,7 +217,7 @@ def bench(
         manifest, steps = plan.manifest, choose_step_inputs(plan, inputs, shape or {}, seed)
         with_memory = memory and options["runtime"] == "onnxruntime"
         rounds = min(repeat, MAX_TRACED)
-        usage = measure_usage(plan, steps.first, rounds, with_memory, observer, in_flight, runtime)
+        usage = measure_usage(plan, steps.first, rounds, with_memory, observer, in_flight, runtime, opened)
         opening, failures = _compare_openings(plan, against, usage.opening)
     predicted = predict_stream(manifest, usage.timelines, in_flight)
     if trace:
