@@ -11,7 +11,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from onnxplace.graph import op_graph
+from onnxplace.graph.op_graph import Ints, Longs
 from onnxplace.utils.jit import compiled_part, linear_in_place, linear_loop
+
+# For loops, of the sets in an array.
+find_root = linear_in_place(op_graph.find_root)
 
 
 @linear_in_place
@@ -161,25 +166,7 @@ def cluster_edges(cluster, count, producer, in_starts, ins):
     return waiting, starts, readers
 
 
-@linear_loop
-def is_acyclic(cluster, count, producer, in_starts, ins):
-    """Return whether the graph of clusters has no cycle."""
-    # Kahn's algorithm in any order: all clusters are reached only without a cycle.
+def is_acyclic(cluster: Ints, count: int, producer: Ints, in_starts: Longs, ins: Ints) -> bool:
+    """Return whether the graph of clusters has no cycle: all of them have a place in a topological order."""
     waiting, starts, readers = cluster_edges(cluster, count, producer, in_starts, ins)
-    ready = np.empty(count, np.int64)
-    height = 0
-    for index in range(count):
-        if waiting[index] == 0:
-            ready[height] = index
-            height += 1
-    done = 0
-    while height > 0:
-        height -= 1
-        done += 1
-        index = ready[height]
-        for k in range(starts[index], starts[index + 1]):
-            waiting[readers[k]] -= 1
-            if waiting[readers[k]] == 0:
-                ready[height] = readers[k]
-                height += 1
-    return done == count
+    return bool(topological_order(waiting, starts, readers, *np.zeros((3, count), dtype=np.int32)) == count)

@@ -7,16 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from onnxplace.graph.graph_kernels import find_root
 from onnxplace.utils.jit import compiled_loop, linear_in_place, linear_loop
-
-
-@linear_in_place
-def find_root(parent, node):
-    """Return the root of the set of `node`; halve the path on the way."""
-    while parent[node] != node:
-        parent[node] = parent[parent[node]]
-        node = parent[node]
-    return node
 
 
 @linear_loop
