@@ -91,10 +91,8 @@ def list_quantised_kernels(model: Model, integers: Collection[str]) -> list[tupl
         model: The model.
         integers: Names of the values from whose types a kernel can be made.
     """
-    readers = defaultdict[str, list[int]](list, {value.name: [-1] for value in model.outputs})  # -1: the caller
-    for index, reads in enumerate(model.reads):
-        for name in reads:
-            readers[name].append(index)
+    # -1: the caller
+    readers = model.readers | {item.name: [-1, *model.readers.get(item.name, ())] for item in model.outputs}
     sources = {node.output[0]: node.input[0] for node in model.nodes if is_quantization_node(node, DEQUANTIZE)}
     kernels: dict[int, tuple[NodeProto, tuple[str, ...]] | None] = {}
     for index, node in enumerate(model.nodes):

@@ -5,6 +5,7 @@ Nodes are in topological order, with unique names. Weights may stay in their fil
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -123,6 +124,15 @@ class Model:
         Names captured by its subgraphs are included.
         """
         return tuple(tuple(dict.fromkeys(iterate_reads(node))) for node in self.nodes)
+
+    @cached_property
+    def readers(self) -> dict[str, list[int]]:
+        """Return the nodes that read each value, in order; values that no node reads are missing."""
+        readers = defaultdict[str, list[int]](list)
+        for index, reads in enumerate(self.reads):
+            for name in reads:
+                readers[name].append(index)
+        return dict(readers)
 
     @cached_property
     def operands(self) -> tuple[tuple[str, ...], ...]:

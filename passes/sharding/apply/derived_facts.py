@@ -106,16 +106,12 @@ def _units(unit: Ints, source: Longs, sharded: ShardedModel) -> Ints:
 def _find_partners(sharded: ShardedModel) -> list[tuple[int, int]]:
     """Return the steps of exchanges that stay with a node: that node's index is second."""
     nodes, origins = sharded.model.nodes, sharded.origins
-    readers: dict[str, list[int]] = {}
     producer = {name: index for index, node in enumerate(nodes) for name in filter(None, node.output)}
-    for index, reads in enumerate(sharded.model.reads):
-        for name in reads:
-            readers.setdefault(name, []).append(index)
     pairs = []
     for index, (node, origin) in enumerate(zip(nodes, origins)):
         if origin.source >= 0:
             continue
-        reading = readers.get(node.output[0], [])
+        reading = sharded.model.readers.get(node.output[0], [])
         remote = [reader for reader in reading if origins[reader].device != origin.device]
         maker = producer.get(next(iter(node.input), ""), -1)
         if len(reading) == 1 and not remote and origins[reading[0]].source < 0:

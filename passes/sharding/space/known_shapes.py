@@ -22,7 +22,7 @@ from onnx import NodeProto, TensorProto, ValueInfoProto, defs, helper, numpy_hel
 from onnxplace.errors import Diagnostic, InfeasibleError, OnnxplaceError
 from onnxplace.machine.isolated_sessions import open_session
 from onnxplace.machine.ort_sessions import make_session_options
-from onnxplace.model.lowering import infer_static_shapes
+from onnxplace.model.lowering import infer_static_shapes, with_shape
 from onnxplace.model.model import Model, find_misjudged_values
 from onnxplace.model.nested_graphs import has_subgraphs, walk_nodes
 from onnxplace.model.shape_inference import FRAGILE_INPUTS
@@ -119,9 +119,7 @@ def _is_small_weight(tensor: TensorProto) -> bool:
 def _declare_inputs(model: Model, shapes: Mapping[str, Shape]) -> list[ValueInfoProto]:
     """Return the inputs of a model without large weights, which are inputs, too."""
     inputs = [
-        _declare(value, shapes[value.name]) if value.name in shapes else value
-        for value in model.inputs
-        if value.name not in model.initializers
+        with_shape(value, shapes.get(value.name)) for value in model.inputs if value.name not in model.initializers
     ]
     large = {name: tensor for name, tensor in model.initializers.items() if not _is_small_weight(tensor)}
     return inputs + [
@@ -335,7 +333,7 @@ def fix_sizes(model: Model) -> Model:
     """
     shapes = model.input_shapes()
     require_constant_states(model, shapes)
-    inputs = [_declare(value, shapes[value.name]) if value.name in shapes else value for value in model.inputs]
+    inputs = [with_shape(value, shapes.get(value.name)) for value in model.inputs]
     known = {key: size for key, size in model.dimensions.items() if size is not None}
     outputs = [_fill(value, known) for value in model.outputs]
     return replace(model, inputs=tuple(inputs), outputs=tuple(outputs))
@@ -367,19 +365,6 @@ def require_constant_states(model: Model, shapes: Mapping[str, Sequence[int]]) -
 def _is_fixed(value: ValueInfoProto) -> bool:
     shape = read_shape_entries(value.type)
     return shape is None or all(isinstance(size, int) for size in shape)
-
-
-def _declare(value: ValueInfoProto, shape: Sequence[int]) -> ValueInfoProto:
-    """Return the declaration of a value of a known shape."""
-    result = deepcopy(value)
-    if not result.type.HasField("tensor_type"):
-        return value
-    kind = result.type.tensor_type
-    kind.shape.Clear()
-    kind.shape.SetInParent()
-    for size in shape:
-        kind.shape.dim.add().dim_value = int(size)
-    return result
 
 
 def _fill(value: ValueInfoProto, known: dict[str, int]) -> ValueInfoProto:
