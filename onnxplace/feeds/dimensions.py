@@ -74,18 +74,13 @@ _SIGNS: dict[type[ast.operator], str] = {
 }  # fmt: skip
 # Lower-case name -> (function, number of operands; 0 for one or more), as sympy, torch and ONNX Runtime write them.
 _FUNCTIONS: dict[str, tuple[Callable[..., Fraction], int]] = {
-    "floor": (lambda a: Fraction(math.floor(a)), 1),
-    "ceil": (lambda a: Fraction(math.ceil(a)), 1),
-    "ceiling": (lambda a: Fraction(math.ceil(a)), 1),
+    **dict.fromkeys(("floor", "floortoint"), (lambda a: Fraction(math.floor(a)), 1)),
+    **dict.fromkeys(("ceil", "ceiling", "ceiltoint"), (lambda a: Fraction(math.ceil(a)), 1)),
     "max": (max, 0),
     "min": (min, 0),
-    "mod": (_OPERATORS["%"], 2),
-    "pythonmod": (_OPERATORS["%"], 2),
-    "floordiv": (_OPERATORS["//"], 2),
-    "cleandiv": (_OPERATORS["//"], 2),
+    **dict.fromkeys(("mod", "pythonmod"), (_OPERATORS["%"], 2)),
+    **dict.fromkeys(("floordiv", "cleandiv"), (_OPERATORS["//"], 2)),
     "inttruediv": (_OPERATORS["/"], 2),
-    "floortoint": (lambda a: Fraction(math.floor(a)), 1),
-    "ceiltoint": (lambda a: Fraction(math.ceil(a)), 1),
 }
 # Operators that an expression may have and still be linear in one symbol.
 _LINEAR_OPERATORS = frozenset("+-*/")

@@ -10,13 +10,9 @@ results depend on the input alone.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
-from onnxplace.graph import op_graph
-from onnxplace.graph.op_graph import Ints, Longs
 from onnxplace.utils.jit import compiled_part, linear_in_place, linear_loop
-
-# For loops, of the sets in an array.
-find_root = linear_in_place(op_graph.find_root)
 
 
 @linear_in_place
@@ -166,7 +162,7 @@ def cluster_edges(cluster, count, producer, in_starts, ins):
     return waiting, starts, readers
 
 
-def is_acyclic(cluster: Ints, count: int, producer: Ints, in_starts: Longs, ins: Ints) -> bool:
-    """Return whether the graph of clusters has no cycle: all of them have a place in a topological order."""
-    waiting, starts, readers = cluster_edges(cluster, count, producer, in_starts, ins)
-    return bool(topological_order(waiting, starts, readers, *np.zeros((3, count), dtype=np.int32)) == count)
+def is_acyclic(cluster: NDArray[np.int32], count: int, *edges: NDArray[np.integer]) -> bool:
+    """Return whether the graph of clusters has no cycle: all have a place in a topological order (`cluster_edges`)."""
+    order = topological_order(*cluster_edges(cluster, count, *edges), *np.zeros((3, count), dtype=np.int32))
+    return bool(order == count)

@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from onnxplace.graph.graph_kernels import find_root, heap_pop, heap_push
+from onnxplace.graph import op_graph
+from onnxplace.graph.graph_kernels import heap_pop, heap_push
+from onnxplace.graph.op_graph import Floats, Longs
 from onnxplace.utils.jit import compiled_part, linear_in_place, linear_loop
 
-Floats = NDArray[np.float64]
-Longs = NDArray[np.int64]
+find_root = linear_in_place(op_graph.find_root)
 
 
 class Neighbourhood(NamedTuple):

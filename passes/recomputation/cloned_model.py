@@ -17,7 +17,7 @@ import numpy as np
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from onnxplace.facts import Profile
-from onnxplace.graph.op_graph import Bools, Ints, Longs, OpGraph
+from onnxplace.graph.op_graph import Bools, Ints, Longs, OpGraph, number_densely
 from onnxplace.model.lowering import build_op_graph
 from onnxplace.model.model import Model
 from onnxplace.model.nested_graphs import rename_reads
@@ -247,11 +247,10 @@ def clone_profile(profile: Profile, cloned: ClonedModel) -> Profile:
 
 def _number_units(unit: Ints, cloned: ClonedModel) -> Ints:
     """Return the kernel of each node: clones of the nodes of one kernel are one kernel if they are neighbours."""
-    numbers: dict[tuple[int, bool, int], int] = {}
-    result, last = list[int](), (-1, False, -1)
+    kernels, last = list[tuple[int, bool, int]](), (-1, False, -1)
     for index, (source, is_clone) in enumerate(zip(cloned.source.tolist(), cloned.is_clone.tolist())):
         kernel = int(unit[source]) if source >= 0 else -1 - index
         run = last[2] if last[:2] == (kernel, True) else index
         last = (kernel, is_clone, run if is_clone else -1)
-        result.append(numbers.setdefault(last, len(numbers)))
-    return np.array(result, dtype=np.int32)
+        kernels.append(last)
+    return number_densely(kernels)

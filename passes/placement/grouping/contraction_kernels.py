@@ -14,8 +14,8 @@ import heapq
 
 import numpy as np
 
-from onnxplace.graph.graph_kernels import cluster_edges, find_root
-from onnxplace.passes.placement.grouping.group_kernels import number_sets
+from onnxplace.graph.graph_kernels import cluster_edges
+from onnxplace.passes.placement.grouping.group_kernels import find_root, number_sets
 from onnxplace.utils.jit import compiled_part, linear_loop
 
 

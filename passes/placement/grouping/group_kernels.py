@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from onnxplace.graph.graph_kernels import find_root
+from onnxplace.graph import op_graph
 from onnxplace.utils.jit import compiled_loop, linear_in_place, linear_loop
+
+find_root = linear_in_place(op_graph.find_root)
 
 
 @linear_loop

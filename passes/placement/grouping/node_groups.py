@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from onnxplace.errors import Diagnostic, UsageError
 from onnxplace.facts import Groups, Profile, Shards, is_refused
-from onnxplace.graph.graph_kernels import find_root
 from onnxplace.graph.op_graph import Bools, Floats, Ints, Longs, OpGraph
 from onnxplace.model.cut_constraints import HostValue, find_host_values
 from onnxplace.model.model import Model
@@ -31,6 +30,7 @@ from onnxplace.passes.placement.grouping.device_maps import (
 from onnxplace.passes.placement.grouping.group_kernels import (
     assign_owners,
     fill_owners,
+    find_root,
     first_readers,
     join_sets,
     label_derived,

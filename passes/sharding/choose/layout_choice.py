@@ -153,14 +153,12 @@ class ChoiceNetwork:
         positions = tuple([position for position, item in enumerate(operands) if item == name])
         # Equal nodes share one list of strategies, so its identity stands for them.
         key = id(options), positions
-        if key in self._wants_cache:
-            return self._wants_cache[key]
-        result = []
-        for strategy in options:
-            layouts = [strategy.inputs[position] or REPLICATED for position in positions]
-            result.append(tuple(dict.fromkeys(layouts)))
-        self._wants_cache[key] = result
-        return result
+        if key not in self._wants_cache:
+            self._wants_cache[key] = [
+                tuple(dict.fromkeys(strategy.inputs[position] or REPLICATED for position in positions))
+                for strategy in options
+            ]
+        return self._wants_cache[key]
 
     def _add_value(
         self, name: str, producer: int | None, produced: Sequence[Layout], is_output: bool, state: str | None

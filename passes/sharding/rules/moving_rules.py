@@ -62,8 +62,6 @@ def pad(view: NodeView) -> list[AxisRule]:
     if view.opset < 11:
         widths, axes = list(view.attribute("pads", ())), list(range(view.rank()))
     else:
-        if 1 not in view.constants or (view.has(3) and 3 not in view.constants):
-            return []
         widths = view.constants[1].reshape(-1).tolist()
         axes = view.constants[3].reshape(-1).tolist() if view.has(3) else list(range(view.rank()))
     padded = {
@@ -120,8 +118,6 @@ def _resize_by_scales(view: NodeView) -> list[AxisRule]:
     scales = view.attribute("scales")
     if scales is None:
         position = 1 if view.op == "Upsample" or view.opset < 11 else 2
-        if position not in view.constants:
-            return []
         scales = view.constants[position].reshape(-1).tolist()
     named = _resized_axes(view, len(scales))
     resized = {axis for axis, scale in zip(named, scales) if scale != 1.0}

@@ -89,17 +89,13 @@ def arg_extreme(view: NodeView) -> list[AxisRule]:
 
 def cumulative(view: NodeView) -> list[AxisRule]:
     """CumSum and CumProd along a constant axis: every other axis."""
-    if 1 not in view.constants:
-        return []
     return split_same(view, other_axes(view, int(view.constants[1].reshape(-1)[0])))
 
 
-def _reduced_axes(view: NodeView) -> set[int] | None:
-    """Return the axes that a reduction reduces, None if they are computed."""
+def _reduced_axes(view: NodeView) -> set[int]:
+    """Return the axes that a reduction reduces; raises LookupError if they are computed."""
     axes = view.attribute("axes")
     if axes is None and view.has(1):
-        if 1 not in view.constants:
-            return None
         axes = view.constants[1].reshape(-1).tolist()
     if axes is None or not len(axes):
         return set() if view.attribute("noop_with_empty_axes", 0) else set(range(view.rank()))
@@ -110,10 +106,7 @@ def _reduction(effect: Effect | None) -> Rule:
     """Return the rule of a reduction; `effect` is that of a split reduced axis, None if it stays whole."""
 
     def rule(view: NodeView) -> list[AxisRule]:
-        reduced = _reduced_axes(view)
-        if reduced is None:
-            return []
-        keeps_axes, rules, position = view.attribute("keepdims", 1), [], 0
+        reduced, keeps_axes, rules, position = _reduced_axes(view), view.attribute("keepdims", 1), [], 0
         for axis, size in enumerate(view.shape(0)):
             if axis in reduced:
                 if effect and size > 1:
@@ -149,9 +142,7 @@ REDUCTIONS: dict[tuple[str, str], Rule] = {
     ("com.microsoft", "EmbedLayerNormalization"): signature_rule("b*,b*,,,,,,b*,b*->b*,b*,b*", "b"),
     ("com.microsoft", "QEmbedLayerNormalization"): signature_rule("b*,b*,,,,,,b*->b*,b*,b*", "b"),
     ("com.microsoft", "QLinearSoftmax"): softmax,
-    ("", "Softmax"): softmax,
-    ("", "LogSoftmax"): softmax,
-    ("", "Hardmax"): softmax,
+    **{("", op): softmax for op in ["Softmax", "LogSoftmax", "Hardmax"]},
     ("", "TopK"): all_but_axis(-1),
     ("", "ArgMax"): arg_extreme,
     ("", "ArgMin"): arg_extreme,
@@ -159,10 +150,8 @@ REDUCTIONS: dict[tuple[str, str], Rule] = {
     ("", "CumProd"): cumulative,
     ("", "DFT"): fourier_transform,
     ("", "STFT"): signature_rule("b--,,,->b---", "b"),
-    ("", "ReduceSum"): _reduction("sum"),
+    **{("", op): _reduction("sum") for op in ["ReduceSum", "ReduceSumSquare", "ReduceL1"]},
     ("", "ReduceMean"): _reduction("mean"),
-    ("", "ReduceSumSquare"): _reduction("sum"),
-    ("", "ReduceL1"): _reduction("sum"),
     **{("", op): _reduction(None) for op in ["ReduceMax", "ReduceMin", "ReduceProd", "ReduceL2", "ReduceLogSum"]},
     ("", "ReduceLogSumExp"): _reduction(None),
 }
