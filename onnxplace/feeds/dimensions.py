@@ -19,6 +19,7 @@ from typing import Any
 
 from onnxplace.errors import MAX_LISTED, FeedError, format_names
 from onnxplace.feeds.feeds import Declared
+from onnxplace.utils.groups import group_pairs
 
 # ---------------------------------------------------------------------------------------------------------- expressions
 
@@ -173,10 +174,8 @@ def complete_sizes(names: Iterable[str], sizes: Mapping[str, int]) -> dict[str, 
     6
     """
     terms = {name: term for name in dict.fromkeys((*names, *sizes)) if (term := parse_size(name)) is not None}
-    names_by_symbol: dict[str, list[str]] = {}
-    for name, term in terms.items():
-        for symbol in dict.fromkeys(symbols_of(term)):
-            names_by_symbol.setdefault(symbol, []).append(name)
+    symbols = ((name, dict.fromkeys(symbols_of(term))) for name, term in terms.items())
+    names_by_symbol = group_pairs((symbol, name) for name, own in symbols for symbol in own)
     result, waiting = dict(sizes), deque(terms)
     while waiting:
         name = waiting.popleft()

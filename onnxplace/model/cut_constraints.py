@@ -14,6 +14,7 @@ from onnxplace.graph.op_graph import Ints, find_root
 from onnxplace.model.model import Model
 from onnxplace.model.nested_graphs import has_subgraphs
 from onnxplace.model.tensors import read_tensor_bytes
+from onnxplace.utils.groups import group_pairs
 
 # ------------------------------------------------------------------------------------------- nodes that belong together
 
@@ -143,13 +144,8 @@ def find_host_values(model: Model) -> Iterator[HostValue]:
     These are sequences, optionals, maps, and tensors of strings.
     """
     kinds = {name: kind for name, proto in model.types.items() if (kind := classify_host_value(proto))}
-    if not kinds:
-        return
-    users: dict[str, list[int]] = defaultdict(list)
-    for index, (node, reads) in enumerate(zip(model.nodes, model.reads)):
-        for name in (*reads, *node.output):
-            if name in kinds:
-                users[name].append(index)
+    used = enumerate((*reads, *node.output) for node, reads in zip(model.nodes, model.reads)) if kinds else ()
+    users = group_pairs((name, index) for index, names in used for name in names if name in kinds)
     for name, nodes in users.items():
         yield HostValue(name, kinds[name], np.array(nodes, dtype=np.int32))
 
@@ -227,11 +223,9 @@ class _FusionContext:
     def __init__(self, model: Model) -> None:
         self._nodes = model.nodes
         self._producer = {name: index for index, node in enumerate(model.nodes) for name in node.output if name}
-        self._readers: dict[str, list[int]] = defaultdict(list)
         folded = set(_iterate_folded_nodes(model))
-        for index, reads in enumerate(model.reads):
-            for name in reads if index not in folded else ():
-                self._readers[name].append(index)
+        kept = ((index, reads) for index, reads in enumerate(model.reads) if index not in folded)
+        self._readers = group_pairs((name, index) for index, reads in kept for name in reads)
         self._merged = _group_equal_constants(model)
 
     def iterate_preventing(self, index: int) -> Iterator[int]:
@@ -242,7 +236,7 @@ class _FusionContext:
             return
         yield from products[1:]
         for name in (node.input[0], *self._merged.get(node.input[1], (node.input[1],))):
-            yield from (reader for reader in self._readers[name] if reader != index)
+            yield from (reader for reader in self._readers.get(name, ()) if reader != index)
         for product in products:
             yield from self._iterate_quantisers(product)
 
@@ -273,7 +267,7 @@ class _FusionContext:
         """
         names = [value]
         for name in names:
-            for reader in self._readers[name]:
+            for reader in self._readers.get(name, ()):
                 yield reader, name
                 if self._nodes[reader].op_type in transparent and self._nodes[reader].input[0] == name:
                     names.append(self._nodes[reader].output[0])

@@ -5,7 +5,6 @@ Nodes are in topological order, with unique names. Weights may stay in their fil
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -39,6 +38,7 @@ from onnxplace.model.shape_inference import infer_shapes
 from onnxplace.model.tensors import Fingerprint, embed_part, format_type, read_shape_entries, strip_data, tensor_size
 from onnxplace.model.weights import WeightFile
 from onnxplace.model_metadata import ModelMetadata, TrainingStep
+from onnxplace.utils.groups import group_pairs
 
 if TYPE_CHECKING:
     from onnxplace.state import State
@@ -128,11 +128,7 @@ class Model:
     @cached_property
     def readers(self) -> dict[str, list[int]]:
         """Return the nodes that read each value, in order; values that no node reads are missing."""
-        readers = defaultdict[str, list[int]](list)
-        for index, reads in enumerate(self.reads):
-            for name in reads:
-                readers[name].append(index)
-        return dict(readers)
+        return group_pairs((name, index) for index, reads in enumerate(self.reads) for name in reads)
 
     @cached_property
     def operands(self) -> tuple[tuple[str, ...], ...]:

@@ -38,6 +38,7 @@ from onnxplace.target.limits import (
     require_number,
 )
 from onnxplace.target.parsing import parse_device_id, require_device_options
+from onnxplace.utils.groups import group_pairs
 from onnxplace.utils.quantities import format_bytes, format_first, format_object
 
 LinkModel = Literal["duplex", "parallel", "sequential"]
@@ -296,9 +297,7 @@ class Target:
         object.__setattr__(self, "_position", position)
 
     def __repr__(self) -> str:
-        kinds: dict[str, list[str]] = {}
-        for device in self.devices:
-            kinds.setdefault(f"{device.cost_class}, {format_bytes(device.memory_bytes)}", []).append(device.id)
+        kinds = group_pairs((f"{d.cost_class}, {format_bytes(d.memory_bytes)}", d.id) for d in self.devices)
         groups = [f"{format_names(ids, quoted=False)}: {kind}" for kind, ids in kinds.items()]
         given = f"{format_count(len(self.links), 'link')} given, {self.link_model}"
         return format_object(f"Target of {format_count(len(self.devices), 'device')}", format_first(groups), given)
@@ -412,6 +411,12 @@ class Target:
         """Return latency (seconds) and seconds per byte, both [source, destination] with a zero diagonal."""
         latency, per_byte = self._link_arrays
         return latency.copy(), per_byte.copy()
+
+    def remote_link_arrays(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return latency (seconds) and seconds per byte of each pair of different devices."""
+        is_remote = ~np.eye(len(self.devices), dtype=bool)
+        latency, per_byte = self._link_arrays
+        return latency[is_remote], per_byte[is_remote]
 
     @cached_property
     def _link_arrays(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -24,6 +24,8 @@ from onnxplace.model.nested_graphs import rename_reads
 from onnxplace.model_metadata import PARAMETER_KEY, PHASE_KEY
 from onnxplace.passes.recomputation.clone_choice import ClonedSchedule, TurnProblem
 from onnxplace.passes.recomputation.memory_order import find_branches
+from onnxplace.utils.groups import group_pairs
+from onnxplace.utils.names import claim_name
 
 # Late values nearer to each other than so many nodes open the same gates.
 SPACING_NODES = 16
@@ -163,23 +165,15 @@ class _Writer:
 
     def unique_name(self, name: str) -> str:
         """Return a name that nothing in the model has, and take it."""
-        unique, number = name, 1
-        while unique in self._used:
-            number += 1
-            unique = f"{name}{number}"
-        self._used.add(unique)
-        return unique
+        return claim_name(name, self._used)
 
     def _slots(self) -> dict[int, list[int]]:
         """Return the clones that run directly before each position, in their order."""
         clones = np.flatnonzero(self.is_cloned)
         clones = clones[np.argsort(self.schedule.clone_number[clones])]
         numbers = self.schedule.node_number[self.problem.order]
-        slots: dict[int, list[int]] = {}
-        for clone in clones.tolist():
-            position = int(np.searchsorted(numbers, self.schedule.clone_number[clone]))
-            slots.setdefault(position, []).append(clone)
-        return slots
+        positions = np.searchsorted(numbers, self.schedule.clone_number[clones])
+        return group_pairs(zip(positions.tolist(), clones.tolist()))
 
     def _add_node(self, index: int, position: int) -> None:
         node = self.model.nodes[index]

@@ -249,13 +249,12 @@ def only_readers(
         is_counted: Per node; other nodes neither join nor read.
         always: Whether nodes join at any cost.
     """
-    latency, per_byte = target.link_arrays()
-    off_diagonal = ~np.eye(len(latency), dtype=bool)
+    latency, per_byte = target.remote_link_arrays()
     inputs = graph.inputs.arrays
     lowest, highest, sent_values, sent_bytes = first_readers(graph.producer, graph.value_bytes, *inputs, is_counted)
     # Which devices it will be is not known yet: compare the least compute with the least transfer.
     least_seconds = seconds.min(axis=0)
-    transfer = sent_values * latency[off_diagonal].min() + sent_bytes * per_byte[off_diagonal].min()
+    transfer = sent_values * latency.min() + sent_bytes * per_byte.min()
     single = (lowest == highest) & (np.True_ if always else least_seconds <= transfer)
     reads = graph.inputs.rows[graph.producer[graph.inputs.items] >= 0]
     constant = least_seconds == 0.0

@@ -16,7 +16,7 @@ from onnxplace.errors import OnnxplaceError
 from onnxplace.feeds.dimensions import complete_dimensions, symbols_of_dimension
 from onnxplace.model.model import Model, find_misjudged_values
 from onnxplace.model.nested_graphs import has_subgraphs
-from onnxplace.model.tensors import packed_size, read_shape_entries
+from onnxplace.model.tensors import is_known_shape, packed_size, read_shape_entries
 from onnxplace.passes.sharding.rules.node_views import NodeView, Shape
 from onnxplace.passes.sharding.space.known_shapes import infer_all_shapes, infer_with_runtime
 
@@ -171,8 +171,7 @@ def _read_entries(
 
 
 def _has_fixed_inputs(model: Model) -> bool:
-    entries = [read_shape_entries(value.type) for value in model.inputs]
-    return all(sizes is not None and all(isinstance(size, int) for size in sizes) for sizes in entries)
+    return all(is_known_shape(read_shape_entries(value.type)) for value in model.inputs)
 
 
 def _find_fixed_axes(
