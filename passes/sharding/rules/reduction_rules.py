@@ -61,11 +61,7 @@ def skip_normalization(view: NodeView) -> list[AxisRule]:
         return []
     if view.shape(1)[first - rank :] != view.shape(0)[first:]:
         return []
-    return [
-        AxisRule(aligned_axes(view, axis, (0, 1)), dict.fromkeys(outputs, axis))
-        for axis in range(view.rank() - 1)
-        if view.shape(0)[axis] > 1
-    ]
+    return [AxisRule(aligned_axes(view, axis, (0, 1)), dict.fromkeys(outputs, axis)) for axis in range(view.rank() - 1)]
 
 
 def softmax(view: NodeView) -> list[AxisRule]:
@@ -80,11 +76,7 @@ def arg_extreme(view: NodeView) -> list[AxisRule]:
     axis = view.axis(0)
     if view.attribute("keepdims", 1):
         return split_same(view, other_axes(view, axis))
-    return [
-        AxisRule({0: other}, {0: other - (other > axis)})
-        for other in other_axes(view, axis)
-        if view.shape(0)[other] > 1
-    ]
+    return [AxisRule({0: other}, {0: other - (other > axis)}) for other in other_axes(view, axis)]
 
 
 def cumulative(view: NodeView) -> list[AxisRule]:
@@ -107,15 +99,12 @@ def _reduction(effect: Effect | None) -> Rule:
 
     def rule(view: NodeView) -> list[AxisRule]:
         reduced, keeps_axes, rules, position = _reduced_axes(view), view.attribute("keepdims", 1), [], 0
-        for axis, size in enumerate(view.shape(0)):
-            if axis in reduced:
-                if effect and size > 1:
-                    rules.append(AxisRule({0: axis}, {}, effect))
-                position += 1 if keeps_axes else 0
-            else:
-                if size > 1:
-                    rules.append(AxisRule({0: axis}, {0: position}))
-                position += 1
+        for axis in range(view.rank()):
+            if axis not in reduced:
+                rules.append(AxisRule({0: axis}, {0: position}))
+            elif effect:
+                rules.append(AxisRule({0: axis}, {}, effect))
+            position += 1 if keeps_axes or axis not in reduced else 0
         return rules
 
     return rule
