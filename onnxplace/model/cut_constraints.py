@@ -210,11 +210,7 @@ def find_scales_to_protect(model: Model, segments: Sequence[Ints]) -> list[froze
 def _dequantises_weight(model: Model, index: int) -> bool:
     """Return whether a node dequantises a constant by a constant scale."""
     node = model.nodes[index]
-    return is_quantization_node(node, DEQUANTIZE) and all(_is_constant(model, name) for name in node.input[:2])
-
-
-def _is_constant(model: Model, name: str) -> bool:
-    return name in model.initializers and not model.overridable(name)
+    return is_quantization_node(node, DEQUANTIZE) and all(name in model.constants for name in node.input[:2])
 
 
 class _FusionContext:
@@ -283,7 +279,7 @@ def _iterate_folded_nodes(model: Model) -> Iterator[int]:
         is_never_folded = (
             is_quantization_node(node, QUANTIZE) or is_quantization_node(node, DEQUANTIZE) or has_subgraphs(node)
         )
-        if not is_never_folded and reads and all(name in constant or _is_constant(model, name) for name in reads):
+        if not is_never_folded and reads and all(name in constant or name in model.constants for name in reads):
             constant.update(filter(None, node.output))
             yield index
 
@@ -291,9 +287,8 @@ def _iterate_folded_nodes(model: Model) -> Iterator[int]:
 def _group_equal_constants(model: Model) -> dict[str, tuple[str, ...]]:
     """Return the equal constants that ONNX Runtime merges with each small one."""
     equal: dict[tuple[object, ...], list[str]] = defaultdict(list)
-    for name, tensor in model.initializers.items():
-        small = math.prod(tensor.dims) <= MAX_MERGED_ELEMENTS
-        if small and tensor.data_type in _SCALE_TYPES and _is_constant(model, name):
+    for name, tensor in model.constants.items():
+        if math.prod(tensor.dims) <= MAX_MERGED_ELEMENTS and tensor.data_type in _SCALE_TYPES:
             data = b"".join(read_tensor_bytes(tensor, model.folder))
             equal[tensor.data_type, tuple(tensor.dims), data].append(name)
     return {name: tuple(names) for names in equal.values() for name in names}

@@ -143,7 +143,7 @@ def build_op_graph(model: Model, value_bytes: Mapping[str, int]) -> OpGraph:
         model: The model.
         value_bytes: Bytes by value; missing values count zero.
     """
-    weight_names = [name for name in model.initializers if not model.overridable(name)]
+    weight_names = list(model.constants)
     weight_index = {name: index for index, name in enumerate(weight_names)}
     names = [value.name for value in model.inputs]
     producer, value_index = [-1] * len(names), {name: index for index, name in enumerate(names)}

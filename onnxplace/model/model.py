@@ -253,6 +253,11 @@ class Model:
         tensors = self.initializers.values()
         return sum(tensor_size(tensor) for tensor in tensors if tensor.data_location != TensorProto.EXTERNAL)
 
+    @cached_property
+    def constants(self) -> dict[str, TensorProto]:
+        """Return the initializers that no input overrides."""
+        return {name: tensor for name, tensor in self.initializers.items() if name not in self.input_names}
+
     def overridable(self, name: str) -> bool:
         """Return whether `name` is an input with a default value."""
         return name in self.initializers and name in self.input_names

@@ -55,7 +55,7 @@ def find_changed_nodes(model: Model, name: str, found: str, known: Mapping[str, 
 def _find_bounded(model: Model, types: Mapping[str, int], limit: int, known: Mapping[str, TensorProto]) -> set[str]:
     """Return the names of values whose magnitude is below a limit, as far as the model tells."""
     narrow = {TensorProto.DataType.Value(name) for name, least in _NARROW.items() if least <= limit}
-    tensors = {name: item for name, item in model.initializers.items() if not model.overridable(name)} | dict(known)
+    tensors = model.constants | dict(known)
     bounded = {"", *(name for name, kind in types.items() if kind in narrow)}
     bounded |= {name for name, tensor in tensors.items() if _is_below(tensor, limit)}
     used = set[str]()

@@ -482,9 +482,7 @@ def _infer_sample(model: Model, sizes: Mapping[str, int], batch: int) -> Sample:
     # Samples of values would be of the wrong size, so they are left out.
     other = replace(model, dimensions=MappingProxyType(dict(dimensions)), samples=MappingProxyType({}))
     shapes, tensors = infer_shapes_and_values(other)
-    for name, tensor in model.initializers.items():
-        if not model.overridable(name):
-            shapes[name] = tuple(tensor.dims)
+    shapes |= {name: tuple(tensor.dims) for name, tensor in model.constants.items()}
     for node in model.nodes:
         # Inference leaves the mask out, which most models do not read.
         if node.op_type == "Dropout" and node.domain in ("", "ai.onnx") and node.input[0] in shapes:

@@ -80,10 +80,7 @@ def _describe_values(model: Model, shapes: Shapes) -> dict[str, Hashable]:
         type_case = value_type.WhichOneof("value")
         element = value_type.tensor_type.elem_type if type_case == "tensor_type" else type_case
         signatures[name] = ("value", element, tuple(shapes[name]) if name in shapes else None)
-    for name, tensor in model.initializers.items():
-        if not model.overridable(name):
-            signatures[name] = _describe_weight(tensor)
-    return signatures
+    return signatures | {name: _describe_weight(tensor) for name, tensor in model.constants.items()}
 
 
 def _describe_weight(tensor: TensorProto) -> Hashable:

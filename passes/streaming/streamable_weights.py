@@ -60,12 +60,9 @@ class StreamableWeights:
 
     @cached_property
     def _is_large(self) -> Bools:
-        model, graph = self.model, self.profile.graph
-        tensors = [model.initializers.get(name) for name in graph.weight_names]
-        is_constant = [
-            tensor is not None and tensor.data_type not in _CONSTANT_TYPES and not model.overridable(tensor.name)
-            for tensor in tensors
-        ]
+        graph = self.profile.graph
+        tensors = [self.model.constants.get(name) for name in graph.weight_names]
+        is_constant = [tensor is not None and tensor.data_type not in _CONSTANT_TYPES for tensor in tensors]
         # Where all devices are processors, nothing streams that is only looked up, such as a table of embeddings.
         stays = self.is_looked_up & all(device.is_host for device in self.problem.target.devices)
         is_free = np.array(is_constant, dtype=bool) & ~stays
@@ -178,11 +175,8 @@ class StreamableWeights:
         values = np.flatnonzero(made & (last > np.where(made, slot[graph.producer], 0)))
         spans = slot[graph.producer[values]] + 1, last[values] + 1
         count, size = (sum_alive(*spans, item, slots) for item in (np.ones(len(values)), graph.value_bytes[values]))
-        latency, per_byte = self.problem.target.link_arrays()
-        times = latency[:, :, None] * count + per_byte[:, :, None] * size  # [source, destination, slot]
-        for device in range(len(times)):
-            times[device, device] = np.inf
-        crossing: Floats = times.min(axis=0)
+        latency, per_byte = self.problem.target.remote_link_arrays()
+        crossing: Floats = (latency[:, None] * count + per_byte[:, None] * size).min(axis=0, initial=np.inf)
         return np.where(np.isfinite(crossing), crossing, 0.0)
 
     def list_streamed(self, choice: Choice) -> dict[int, list[int]]:

@@ -222,9 +222,8 @@ def _infer(model: Model) -> dict[str, Shape]:
 def _small_constants(model: Model) -> dict[str, TensorProto]:
     return {
         name: tensor
-        for name, tensor in model.initializers.items()
-        if not model.overridable(name)
-        and math.prod(tensor.dims) <= _MAX_ELEMENTS
+        for name, tensor in model.constants.items()
+        if math.prod(tensor.dims) <= _MAX_ELEMENTS
         and tensor.data_location != TensorProto.EXTERNAL
         and tensor.data_type != TensorProto.STRING
     }

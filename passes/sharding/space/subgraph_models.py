@@ -91,7 +91,7 @@ def build_subgraph_model(
         name = model.operands[index][position]
         if name not in sizes or not types.get(name, 0):
             return None
-        if inner == name and name in model.initializers and not model.overridable(name):
+        if inner == name and name in model.constants:
             weights[name] = model.initializers[name]
         else:
             inputs[inner] = types[name], [size for at, size in enumerate(sizes[name]) if at != axis]

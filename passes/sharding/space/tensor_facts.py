@@ -68,11 +68,10 @@ class TensorFacts:
         types |= {
             name: kind.tensor_type.elem_type for name, kind in model.types.items() if kind.HasField("tensor_type")
         }
-        for name, tensor in model.initializers.items():
-            if not model.overridable(name):
-                shapes[name] = tuple(tensor.dims)
-                fixed[name] = (True,) * len(tensor.dims)
-                types[name] = tensor.data_type
+        for name, tensor in model.constants.items():
+            shapes[name] = tuple(tensor.dims)
+            fixed[name] = (True,) * len(tensor.dims)
+            types[name] = tensor.data_type
         constants = read_constants(model)
         return TensorFacts(model, shapes, fixed, types, constants, others, _read_entries(model, shapes, constants))
 
@@ -88,7 +87,7 @@ class TensorFacts:
     @cached_property
     def is_weight(self) -> frozenset[str]:
         """Return the initializers that the caller cannot override."""
-        return frozenset(name for name in self.model.initializers if not self.model.overridable(name))
+        return frozenset(self.model.constants)
 
     def bytes(self, name: str) -> int:
         """Return the bytes of a value, 0 for an unknown size."""
@@ -142,9 +141,7 @@ def read_constants(model: Model) -> dict[str, NDArray[Any]]:
     constants = {}
     scales = {name for node in model.nodes if node.op_type in ("Resize", "Upsample") for name in node.input[1:3]}
     factors = {name for node in model.nodes if node.op_type in ("Mul", "Div") for name in node.input}
-    for name, tensor in model.initializers.items():
-        if model.overridable(name):
-            continue
+    for name, tensor in model.constants.items():
         count = math.prod(tensor.dims)
         is_small = count <= _MAX_CONSTANT_ELEMENTS
         is_read = tensor.data_type in (TensorProto.INT64, TensorProto.INT32) or name in scales
