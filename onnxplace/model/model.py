@@ -254,6 +254,13 @@ class Model:
         return sum(tensor_size(tensor) for tensor in tensors if tensor.data_location != TensorProto.EXTERNAL)
 
     @cached_property
+    def element_types(self) -> dict[str, int]:
+        """Return the element types of tensors: weights, and values as far as they are known."""
+        tensors = {name: kind.tensor_type for name, kind in self.types.items() if kind.HasField("tensor_type")}
+        types = {name: tensor.elem_type for name, tensor in tensors.items()}
+        return types | {name: tensor.data_type for name, tensor in self.initializers.items()}
+
+    @cached_property
     def constants(self) -> dict[str, TensorProto]:
         """Return the initializers that no input overrides."""
         return {name: tensor for name, tensor in self.initializers.items() if name not in self.input_names}

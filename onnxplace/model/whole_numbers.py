@@ -43,8 +43,7 @@ def find_changed_nodes(model: Model, name: str, found: str, known: Mapping[str, 
         known: Small values that are constants, or follow from the sizes of the model.
     """
     number = TensorProto.DataType.Value(name.upper())
-    types = {item.name: item.data_type for item in model.initializers.values()}
-    types |= {name: kind.tensor_type.elem_type for name, kind in model.types.items()}
+    types = model.element_types
     is_whole = helper.tensor_dtype_to_np_dtype(number).kind in "iu"
     kept = _find_bounded(model, types, _LIMITS.get(found, 0), known) if is_whole else set[str]()
     changed = {name for name, kind in types.items() if kind == number} - kept

@@ -159,18 +159,14 @@ def infer_shapes_and_values(model: Model) -> tuple[dict[str, Shape], dict[str, T
 def _find_steady_loops(model: Model, shapes: Mapping[str, Shape]) -> dict[int, dict[str, str]]:
     """Return the loops whose states keep their shapes: state after the last turn, of unknown shape -> the first one."""
     weights = {name: tuple(tensor.dims) for name, tensor in model.initializers.items()}
-    loops, types = {}, dict[str, int]()
+    loops = {}
     for index, node in enumerate(model.nodes):
         for subgraph in list_subgraphs(model, index) if node.op_type == "Loop" else ():
             places = [(subgraph.results[last][0], subgraph.operands[first][0]) for first, last in subgraph.states]
             states = {node.output[last]: node.input[first] for last, first in places if node.output[last]}
             if shapes.keys() >= states.keys():
                 continue
-            types = types or {
-                **{n: kind.tensor_type.elem_type for n, kind in model.types.items() if kind.HasField("tensor_type")},
-                **{name: tensor.data_type for name, tensor in model.initializers.items()},
-            }
-            turn = build_subgraph_model(model, index, subgraph, types, {**weights, **shapes})
+            turn = build_subgraph_model(model, index, subgraph, model.element_types, {**weights, **shapes})
             if turn is not None and is_steady(subgraph, infer_all_shapes(turn)):
                 loops[index] = states
     return loops

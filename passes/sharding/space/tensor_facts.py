@@ -64,14 +64,10 @@ class TensorFacts:
         # Nothing is cut by rules at size 0, but an axis that is empty there varies.
         empty = [_infer_at(model, dict.fromkeys(drawn[0], 0))] if drawn else []
         fixed = _find_fixed_axes(model, shapes, drawn, [*others, *empty])
-        types = dict(infer_with_runtime(model, model.input_shapes()).types)
-        types |= {
-            name: kind.tensor_type.elem_type for name, kind in model.types.items() if kind.HasField("tensor_type")
-        }
+        types = {**infer_with_runtime(model, model.input_shapes()).types, **model.element_types}
         for name, tensor in model.constants.items():
             shapes[name] = tuple(tensor.dims)
             fixed[name] = (True,) * len(tensor.dims)
-            types[name] = tensor.data_type
         constants = read_constants(model)
         return TensorFacts(model, shapes, fixed, types, constants, others, _read_entries(model, shapes, constants))
 
