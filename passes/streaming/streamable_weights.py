@@ -175,8 +175,10 @@ class StreamableWeights:
         values = np.flatnonzero(made & (last > np.where(made, slot[graph.producer], 0)))
         spans = slot[graph.producer[values]] + 1, last[values] + 1
         count, size = (sum_alive(*spans, item, slots) for item in (np.ones(len(values)), graph.value_bytes[values]))
-        latency, per_byte = self.problem.target.remote_link_arrays()
-        crossing: Floats = (latency[:, None] * count + per_byte[:, None] * size).min(axis=0, initial=np.inf)
+        latency, per_byte = self.problem.target.link_arrays()
+        times = latency[:, :, None] * count + per_byte[:, :, None] * size  # [source, destination, slot]
+        times[np.eye(len(times), dtype=bool)] = np.inf
+        crossing: Floats = times.min(axis=0)
         return np.where(np.isfinite(crossing), crossing, 0.0)
 
     def list_streamed(self, choice: Choice) -> dict[int, list[int]]:
