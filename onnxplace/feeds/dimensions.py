@@ -19,6 +19,7 @@ from typing import Any
 
 from onnxplace.errors import MAX_LISTED, FeedError, format_names
 from onnxplace.feeds.feeds import Declared
+from onnxplace.utils.groups import group_pairs
 
 # ---------------------------------------------------------------------------------------------------------- expressions
 
@@ -74,18 +75,13 @@ _SIGNS: dict[type[ast.operator], str] = {
 }  # fmt: skip
 # Lower-case name -> (function, number of operands; 0 for one or more), as sympy, torch and ONNX Runtime write them.
 _FUNCTIONS: dict[str, tuple[Callable[..., Fraction], int]] = {
-    "floor": (lambda a: Fraction(math.floor(a)), 1),
-    "ceil": (lambda a: Fraction(math.ceil(a)), 1),
-    "ceiling": (lambda a: Fraction(math.ceil(a)), 1),
+    **dict.fromkeys(("floor", "floortoint"), (lambda a: Fraction(math.floor(a)), 1)),
+    **dict.fromkeys(("ceil", "ceiling", "ceiltoint"), (lambda a: Fraction(math.ceil(a)), 1)),
     "max": (max, 0),
     "min": (min, 0),
-    "mod": (_OPERATORS["%"], 2),
-    "pythonmod": (_OPERATORS["%"], 2),
-    "floordiv": (_OPERATORS["//"], 2),
-    "cleandiv": (_OPERATORS["//"], 2),
+    **dict.fromkeys(("mod", "pythonmod"), (_OPERATORS["%"], 2)),
+    **dict.fromkeys(("floordiv", "cleandiv"), (_OPERATORS["//"], 2)),
     "inttruediv": (_OPERATORS["/"], 2),
-    "floortoint": (lambda a: Fraction(math.floor(a)), 1),
-    "ceiltoint": (lambda a: Fraction(math.ceil(a)), 1),
 }
 # Operators that an expression may have and still be linear in one symbol.
 _LINEAR_OPERATORS = frozenset("+-*/")
@@ -178,10 +174,8 @@ def complete_sizes(names: Iterable[str], sizes: Mapping[str, int]) -> dict[str, 
     6
     """
     terms = {name: term for name in dict.fromkeys((*names, *sizes)) if (term := parse_size(name)) is not None}
-    names_by_symbol: dict[str, list[str]] = {}
-    for name, term in terms.items():
-        for symbol in dict.fromkeys(symbols_of(term)):
-            names_by_symbol.setdefault(symbol, []).append(name)
+    symbols = ((name, dict.fromkeys(symbols_of(term))) for name, term in terms.items())
+    names_by_symbol = group_pairs((symbol, name) for name, own in symbols for symbol in own)
     result, waiting = dict(sizes), deque(terms)
     while waiting:
         name = waiting.popleft()

@@ -27,17 +27,12 @@ _DTYPES = {"tensor(float)": "float32", "tensor(double)": "float64"} | {
 }
 
 # Types that the package ml_dtypes adds to numpy.
-_ML_DTYPES = {
-    "tensor(bfloat16)": "bfloat16",
-    "tensor(float8e4m3fn)": "float8_e4m3fn",
-    "tensor(float8e4m3fnuz)": "float8_e4m3fnuz",
-    "tensor(float8e5m2)": "float8_e5m2",
-    "tensor(float8e5m2fnuz)": "float8_e5m2fnuz",
-    "tensor(float4e2m1)": "float4_e2m1fn",
-    "tensor(int4)": "int4",
-    "tensor(uint4)": "uint4",
-    "tensor(int2)": "int2",
-    "tensor(uint2)": "uint2",
+_ML_DTYPES = {"tensor(float4e2m1)": "float4_e2m1fn"} | {
+    f"tensor({name.replace('_', '')})": name
+    for name in (
+        *("bfloat16", "int4", "uint4", "int2", "uint2"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
+    )
 }
 
 

@@ -10,6 +10,7 @@ results depend on the input alone.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from onnxplace.utils.jit import compiled_part, linear_in_place, linear_loop
 
@@ -161,25 +162,7 @@ def cluster_edges(cluster, count, producer, in_starts, ins):
     return waiting, starts, readers
 
 
-@linear_loop
-def is_acyclic(cluster, count, producer, in_starts, ins):
-    """Return whether the graph of clusters has no cycle."""
-    # Kahn's algorithm in any order: all clusters are reached only without a cycle.
-    waiting, starts, readers = cluster_edges(cluster, count, producer, in_starts, ins)
-    ready = np.empty(count, np.int64)
-    height = 0
-    for index in range(count):
-        if waiting[index] == 0:
-            ready[height] = index
-            height += 1
-    done = 0
-    while height > 0:
-        height -= 1
-        done += 1
-        index = ready[height]
-        for k in range(starts[index], starts[index + 1]):
-            waiting[readers[k]] -= 1
-            if waiting[readers[k]] == 0:
-                ready[height] = readers[k]
-                height += 1
-    return done == count
+def is_acyclic(cluster: NDArray[np.int32], count: int, *edges: NDArray[np.integer]) -> bool:
+    """Return whether the graph of clusters has no cycle: all have a place in a topological order (`cluster_edges`)."""
+    order = topological_order(*cluster_edges(cluster, count, *edges), *np.zeros((3, count), dtype=np.int32))
+    return bool(order == count)

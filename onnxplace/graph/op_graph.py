@@ -7,7 +7,7 @@ any number of readers. A *weight* has no producer and is stored on each device t
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -81,6 +81,16 @@ class Csr:
         starts, unique_items = np.zeros(count + 1, dtype=np.int64), np.empty(len(items), dtype=np.int32)
         unique_count = group_items(keys, items, np.zeros(count + 1, dtype=np.int64), seen_by, starts, unique_items)
         return Csr(starts, unique_items[:unique_count].copy())
+
+
+def number_densely(keys: Iterable[Hashable]) -> Ints:
+    """Replace keys by numbers from 0, in the order of their first occurrence.
+
+    >>> number_densely("abac").tolist()
+    [0, 1, 0, 2]
+    """
+    numbers: dict[Hashable, int] = {}
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int32)
 
 
 def find_root(parent: list[int], item: int) -> int:

@@ -28,6 +28,7 @@ from onnxplace.target.parsing import DeviceSpec, name_variant, name_whole, parse
 from onnxplace.target.target import HAND_OVER_SECONDS, Device, Pool, Target, count_cores_by_processor
 from onnxplace.target.unused_hardware import list_unused_hardware
 from onnxplace.utils.control_groups import count_cores, count_free_bytes, find_core_limit, list_cores
+from onnxplace.utils.groups import group_pairs
 from onnxplace.utils.ort import build_one_node_model, import_onnxruntime, list_installed_wheels
 from onnxplace.utils.subprocesses import run_in_child
 
@@ -220,9 +221,7 @@ def _join_processors(devices: tuple[Device, ...]) -> Target:
     devices = tuple(replace(d, processors=row if shared else ()) for d, row, shared in zip(devices, names, shares))
     if not any(shares):
         return Target(devices)
-    groups: dict[str, list[Device]] = {}
-    for device in devices:
-        groups.setdefault("host" if device.has_cores else name_whole(device.id), []).append(device)
+    groups = group_pairs(("host" if device.has_cores else name_whole(device.id), device) for device in devices)
     # Logical devices that are parts have their shares of the memory already.
     shared = [group for group in groups.values() if len(group) > 1 and any(device.processors for device in group)]
     # Together, they may use what those have that share no processor.

@@ -15,7 +15,7 @@ from onnxplace.errors import ModelError, OnnxplaceError, UsageError, format_one_
 from onnxplace.utils.files import disk_error
 
 if TYPE_CHECKING:
-    from onnx import GraphProto, ModelProto, NodeProto
+    from onnx import GraphProto
 
 LIBRARY_HINT = "give the library that has it: --custom-op-library FILE (custom_op_libraries=[...] in Python)"
 _UNKNOWN_OPERATOR = re.compile(r"(?P<domain>[\w.]+):(?P<name>\w+)\(-?\d+\) is not a registered function/op")
@@ -89,46 +89,27 @@ def find_disk_full(folder: str, needed_bytes: int = 0) -> OnnxplaceError | None:
     return None
 
 
-def _describe_input_types(model: Path | bytes, name: str, operator: str) -> str:
+def _describe_input_types(model: Path | bytes, node_name: str, operator: str) -> str:
     """Return the input types of a node, such as `bfloat16`.
 
     Returns "" for unknown types.
     """
     try:
-        proto = _read_model(model)
-        if proto is None:
+        if (len(model) if isinstance(model, bytes) else model.stat().st_size) > MAX_SEARCHED_BYTES:
             return ""
-        from onnx import shape_inference
+        from onnx import load_model_from_string, shape_inference
 
+        proto = load_model_from_string(model if isinstance(model, bytes) else model.read_bytes())
         for value in proto.graph.input:  # types alone: with sizes, inference could end the process (`infer_shapes`)
             value.type.tensor_type.ClearField("shape")
         graphs = list(_walk_graphs(shape_inference.infer_shapes(proto).graph))
-        node = _find_node([node for graph in graphs for node in graph.node if node.op_type == operator], name)
+        nodes = [node for graph in graphs for node in graph.node if node.op_type == operator]
+        matching = [node for node in nodes if node.name == node_name] or nodes
         known = {kind: text for graph in graphs for kind, text in _iterate_tensor_types(graph)}
-        return ", ".join(dict.fromkeys(known[item] for item in node.input if item in known)) if node else ""
+        names = matching[0].input if len(matching) == 1 else ()
+        return ", ".join(dict.fromkeys(known[name] for name in names if name in known))
     except Exception:  # noqa: BLE001 - the types are optional in a message about a model that is wrong anyway
         return ""
-
-
-def _read_model(model: Path | bytes) -> ModelProto | None:
-    """Return a model without external data; None for a large one."""
-    import onnx
-
-    size = len(model) if isinstance(model, bytes) else model.stat().st_size
-    if size > MAX_SEARCHED_BYTES:
-        return None
-    if isinstance(model, bytes):
-        return onnx.load_model_from_string(model)
-    return onnx.load(model, load_external_data=False)
-
-
-def _find_node(nodes: list[NodeProto], name: str) -> NodeProto | None:
-    """Return the only node of this name, or else the only node.
-
-    Returns None if there are several.
-    """
-    named = [node for node in nodes if node.name == name]
-    return named[0] if len(named) == 1 else nodes[0] if len(nodes) == 1 else None
 
 
 def _walk_graphs(graph: GraphProto) -> Iterator[GraphProto]:

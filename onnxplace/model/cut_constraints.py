@@ -14,6 +14,7 @@ from onnxplace.graph.op_graph import Ints, find_root
 from onnxplace.model.model import Model
 from onnxplace.model.nested_graphs import has_subgraphs
 from onnxplace.model.tensors import read_tensor_bytes
+from onnxplace.utils.groups import group_pairs
 
 # ------------------------------------------------------------------------------------------- nodes that belong together
 
@@ -91,10 +92,8 @@ def list_quantised_kernels(model: Model, integers: Collection[str]) -> list[tupl
         model: The model.
         integers: Names of the values from whose types a kernel can be made.
     """
-    readers = defaultdict[str, list[int]](list, {value.name: [-1] for value in model.outputs})  # -1: the caller
-    for index, reads in enumerate(model.reads):
-        for name in reads:
-            readers[name].append(index)
+    # -1: the caller
+    readers = model.readers | {item.name: [-1, *model.readers.get(item.name, ())] for item in model.outputs}
     sources = {node.output[0]: node.input[0] for node in model.nodes if is_quantization_node(node, DEQUANTIZE)}
     kernels: dict[int, tuple[NodeProto, tuple[str, ...]] | None] = {}
     for index, node in enumerate(model.nodes):
@@ -145,13 +144,8 @@ def find_host_values(model: Model) -> Iterator[HostValue]:
     These are sequences, optionals, maps, and tensors of strings.
     """
     kinds = {name: kind for name, proto in model.types.items() if (kind := classify_host_value(proto))}
-    if not kinds:
-        return
-    users: dict[str, list[int]] = defaultdict(list)
-    for index, (node, reads) in enumerate(zip(model.nodes, model.reads)):
-        for name in (*reads, *node.output):
-            if name in kinds:
-                users[name].append(index)
+    used = enumerate((*reads, *node.output) for node, reads in zip(model.nodes, model.reads)) if kinds else ()
+    users = group_pairs((name, index) for index, names in used for name in names if name in kinds)
     for name, nodes in users.items():
         yield HostValue(name, kinds[name], np.array(nodes, dtype=np.int32))
 
@@ -216,11 +210,7 @@ def find_scales_to_protect(model: Model, segments: Sequence[Ints]) -> list[froze
 def _dequantises_weight(model: Model, index: int) -> bool:
     """Return whether a node dequantises a constant by a constant scale."""
     node = model.nodes[index]
-    return is_quantization_node(node, DEQUANTIZE) and all(_is_constant(model, name) for name in node.input[:2])
-
-
-def _is_constant(model: Model, name: str) -> bool:
-    return name in model.initializers and not model.overridable(name)
+    return is_quantization_node(node, DEQUANTIZE) and all(name in model.constants for name in node.input[:2])
 
 
 class _FusionContext:
@@ -229,11 +219,9 @@ class _FusionContext:
     def __init__(self, model: Model) -> None:
         self._nodes = model.nodes
         self._producer = {name: index for index, node in enumerate(model.nodes) for name in node.output if name}
-        self._readers: dict[str, list[int]] = defaultdict(list)
         folded = set(_iterate_folded_nodes(model))
-        for index, reads in enumerate(model.reads):
-            for name in reads if index not in folded else ():
-                self._readers[name].append(index)
+        kept = ((index, reads) for index, reads in enumerate(model.reads) if index not in folded)
+        self._readers = group_pairs((name, index) for index, reads in kept for name in reads)
         self._merged = _group_equal_constants(model)
 
     def iterate_preventing(self, index: int) -> Iterator[int]:
@@ -244,7 +232,7 @@ class _FusionContext:
             return
         yield from products[1:]
         for name in (node.input[0], *self._merged.get(node.input[1], (node.input[1],))):
-            yield from (reader for reader in self._readers[name] if reader != index)
+            yield from (reader for reader in self._readers.get(name, ()) if reader != index)
         for product in products:
             yield from self._iterate_quantisers(product)
 
@@ -275,7 +263,7 @@ class _FusionContext:
         """
         names = [value]
         for name in names:
-            for reader in self._readers[name]:
+            for reader in self._readers.get(name, ()):
                 yield reader, name
                 if self._nodes[reader].op_type in transparent and self._nodes[reader].input[0] == name:
                     names.append(self._nodes[reader].output[0])
@@ -291,7 +279,7 @@ def _iterate_folded_nodes(model: Model) -> Iterator[int]:
         is_never_folded = (
             is_quantization_node(node, QUANTIZE) or is_quantization_node(node, DEQUANTIZE) or has_subgraphs(node)
         )
-        if not is_never_folded and reads and all(name in constant or _is_constant(model, name) for name in reads):
+        if not is_never_folded and reads and all(name in constant or name in model.constants for name in reads):
             constant.update(filter(None, node.output))
             yield index
 
@@ -299,9 +287,8 @@ def _iterate_folded_nodes(model: Model) -> Iterator[int]:
 def _group_equal_constants(model: Model) -> dict[str, tuple[str, ...]]:
     """Return the equal constants that ONNX Runtime merges with each small one."""
     equal: dict[tuple[object, ...], list[str]] = defaultdict(list)
-    for name, tensor in model.initializers.items():
-        small = math.prod(tensor.dims) <= MAX_MERGED_ELEMENTS
-        if small and tensor.data_type in _SCALE_TYPES and _is_constant(model, name):
+    for name, tensor in model.constants.items():
+        if math.prod(tensor.dims) <= MAX_MERGED_ELEMENTS and tensor.data_type in _SCALE_TYPES:
             data = b"".join(read_tensor_bytes(tensor, model.folder))
             equal[tensor.data_type, tuple(tensor.dims), data].append(name)
     return {name: tuple(names) for names in equal.values() for name in names}

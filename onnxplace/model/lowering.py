@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from numbers import Integral
 from types import MappingProxyType
 
 import numpy as np
-from onnx import TensorProto, TypeProto, ValueInfoProto, helper
+from onnx import TensorProto, TensorShapeProto, TypeProto, ValueInfoProto
 
 from onnxplace.errors import ModelError, suggest_nearest
 from onnxplace.feeds.dimensions import (
@@ -93,9 +94,10 @@ def infer_static_shapes(model: Model) -> dict[str, tuple[int, ...]]:
 
 def with_shape(value: ValueInfoProto, shape: Sequence[int] | None) -> ValueInfoProto:
     """Return an input or output of these sizes; as it is without a shape, or if it is no tensor."""
-    if shape is None or not value.type.HasField("tensor_type"):
-        return value
-    return helper.make_tensor_value_info(value.name, value.type.tensor_type.elem_type, shape)
+    result = deepcopy(value)
+    if shape is not None and value.type.HasField("tensor_type"):
+        result.type.tensor_type.shape.CopyFrom(TensorShapeProto(dim=[{"dim_value": size} for size in shape]))
+    return result
 
 
 def value_bytes(model: Model, shapes: Mapping[str, Sequence[int]], types: Mapping[str, int] = {}) -> dict[str, int]:
@@ -141,7 +143,7 @@ def build_op_graph(model: Model, value_bytes: Mapping[str, int]) -> OpGraph:
         model: The model.
         value_bytes: Bytes by value; missing values count zero.
     """
-    weight_names = [name for name in model.initializers if not model.overridable(name)]
+    weight_names = list(model.constants)
     weight_index = {name: index for index, name in enumerate(weight_names)}
     names = [value.name for value in model.inputs]
     producer, value_index = [-1] * len(names), {name: index for index, name in enumerate(names)}

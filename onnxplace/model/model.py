@@ -38,6 +38,7 @@ from onnxplace.model.shape_inference import infer_shapes
 from onnxplace.model.tensors import Fingerprint, embed_part, format_type, read_shape_entries, strip_data, tensor_size
 from onnxplace.model.weights import WeightFile
 from onnxplace.model_metadata import ModelMetadata, TrainingStep
+from onnxplace.utils.groups import group_pairs
 
 if TYPE_CHECKING:
     from onnxplace.state import State
@@ -123,6 +124,11 @@ class Model:
         Names captured by its subgraphs are included.
         """
         return tuple(tuple(dict.fromkeys(iterate_reads(node))) for node in self.nodes)
+
+    @cached_property
+    def readers(self) -> dict[str, list[int]]:
+        """Return the nodes that read each value, in order; values that no node reads are missing."""
+        return group_pairs((name, index) for index, reads in enumerate(self.reads) for name in reads)
 
     @cached_property
     def operands(self) -> tuple[tuple[str, ...], ...]:
@@ -246,6 +252,18 @@ class Model:
         """Return the bytes of weights in memory rather than in files."""
         tensors = self.initializers.values()
         return sum(tensor_size(tensor) for tensor in tensors if tensor.data_location != TensorProto.EXTERNAL)
+
+    @cached_property
+    def element_types(self) -> dict[str, int]:
+        """Return the element types of tensors: weights, and values as far as they are known."""
+        tensors = {name: kind.tensor_type for name, kind in self.types.items() if kind.HasField("tensor_type")}
+        types = {name: tensor.elem_type for name, tensor in tensors.items()}
+        return types | {name: tensor.data_type for name, tensor in self.initializers.items()}
+
+    @cached_property
+    def constants(self) -> dict[str, TensorProto]:
+        """Return the initializers that no input overrides."""
+        return {name: tensor for name, tensor in self.initializers.items() if name not in self.input_names}
 
     def overridable(self, name: str) -> bool:
         """Return whether `name` is an input with a default value."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from onnx import NodeProto
 
 from onnxplace.errors import suggest_nearest
+from onnxplace.utils.groups import group_pairs
 from onnxplace.utils.names import match_names
 
 # The metadata in which PyTorch's exporter records the modules of a node, outermost first, and after them its own name:
@@ -83,10 +83,7 @@ def match_nodes(patterns: Sequence[str], names: Sequence[str], where: str) -> li
     matches = match_names(patterns, names, where)
     if all(matches):
         return matches
-    nodes = defaultdict[str, list[int]](list)
-    for position, name in enumerate(names):
-        for alias in filter(None, list_aliases(name)):
-            nodes[alias].append(position)
+    nodes = group_pairs((alias, node) for node, name in enumerate(names) for alias in filter(None, list_aliases(name)))
     paths = [re.sub(r"^/(?=\w)", "", pattern).replace("/", ".") for pattern in patterns]
     by_alias, aliases = match_names(paths, list(nodes), where), list(nodes.values())
     return [

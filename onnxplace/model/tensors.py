@@ -280,11 +280,7 @@ def strip_data(tensor: TensorProto) -> TensorProto:
     """
     if tensor_size(tensor) <= MAX_SHAPE_BYTES:
         return tensor
-    result = TensorProto(
-        name=tensor.name, data_type=tensor.data_type, dims=tensor.dims, data_location=TensorProto.EXTERNAL
-    )
-    result.external_data.add(key="location", value="elsewhere")
-    return result
+    return make_reference(tensor.name, tensor.data_type, tensor.dims, "elsewhere", 0, tensor_size(tensor))
 
 
 # ----------------------------------------------------------------------------------------------------- parts of tensors

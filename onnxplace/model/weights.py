@@ -204,18 +204,16 @@ class WeightFile:
 
         The stream ends up at its end.
         """
-        for start in range(0, size, READ_BYTES):
-            length = min(READ_BYTES, size - start)
-            pieces = []
-            for offset in (first, second):
-                self._stream.seek(offset + start)
-                pieces.append(self._stream.read(length))
-            if pieces[0] != pieces[1]:
-                break
-        else:
-            return True
+        places = ((start, min(READ_BYTES, size - start)) for start in range(0, size, READ_BYTES))
+        is_equal = all(
+            self._read(first + start, length) == self._read(second + start, length) for start, length in places
+        )
         self._stream.seek(self.bytes_written)
-        return False
+        return is_equal
+
+    def _read(self, offset: int, length: int) -> bytes:
+        self._stream.seek(offset)
+        return self._stream.read(length)
 
 
 def build_link_error(file: Path, folder: Path) -> UsageError:

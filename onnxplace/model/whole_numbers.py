@@ -43,8 +43,7 @@ def find_changed_nodes(model: Model, name: str, found: str, known: Mapping[str, 
         known: Small values that are constants, or follow from the sizes of the model.
     """
     number = TensorProto.DataType.Value(name.upper())
-    types = {item.name: item.data_type for item in model.initializers.values()}
-    types |= {name: kind.tensor_type.elem_type for name, kind in model.types.items()}
+    types = model.element_types
     is_whole = helper.tensor_dtype_to_np_dtype(number).kind in "iu"
     kept = _find_bounded(model, types, _LIMITS.get(found, 0), known) if is_whole else set[str]()
     changed = {name for name, kind in types.items() if kind == number} - kept
@@ -55,7 +54,7 @@ def find_changed_nodes(model: Model, name: str, found: str, known: Mapping[str, 
 def _find_bounded(model: Model, types: Mapping[str, int], limit: int, known: Mapping[str, TensorProto]) -> set[str]:
     """Return the names of values whose magnitude is below a limit, as far as the model tells."""
     narrow = {TensorProto.DataType.Value(name) for name, least in _NARROW.items() if least <= limit}
-    tensors = {name: item for name, item in model.initializers.items() if not model.overridable(name)} | dict(known)
+    tensors = model.constants | dict(known)
     bounded = {"", *(name for name, kind in types.items() if kind in narrow)}
     bounded |= {name for name, tensor in tensors.items() if _is_below(tensor, limit)}
     used = set[str]()

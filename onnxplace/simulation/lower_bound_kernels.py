@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from onnxplace.graph import op_graph
 from onnxplace.graph.graph_kernels import heap_pop, heap_push
+from onnxplace.graph.op_graph import Floats, Longs
 from onnxplace.utils.jit import compiled_part, linear_in_place, linear_loop
 
-Floats = NDArray[np.float64]
-Longs = NDArray[np.int64]
+find_root = linear_in_place(op_graph.find_root)
 
 
 class Neighbourhood(NamedTuple):
@@ -186,21 +186,13 @@ def is_connected(producer, in_starts, ins):
     """Return whether the graph is connected by values between nodes."""
     # Disjoint sets; each edge joins two or closes a loop.
     count = len(in_starts) - 1
-    root = np.arange(count)
-    pieces = count
+    parent, pieces = np.arange(count), count
     for node in range(count):
         for k in range(in_starts[node], in_starts[node + 1]):
             source = producer[ins[k]]
             if source < 0:
                 continue
-            a, b = node, np.int64(source)
-            while root[a] != a:
-                root[a] = root[root[a]]
-                a = root[a]
-            while root[b] != b:
-                root[b] = root[root[b]]
-                b = root[b]
-            if a != b:
-                root[a] = b
-                pieces -= 1
+            a, b = find_root(parent, node), find_root(parent, np.int64(source))
+            pieces -= a != b
+            parent[a] = b
     return pieces == 1

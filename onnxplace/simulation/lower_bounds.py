@@ -57,10 +57,8 @@ def heads_and_tails(graph: OpGraph, seconds: Floats, target: Target | None = Non
     send = np.zeros(len(graph.value_names))
     has_channels = target is not None and target.link_model != "parallel"
     if target is not None and len(target.devices) > 1:
-        latency, per_byte = target.link_arrays()
-        off_diagonal = ~np.eye(len(latency), dtype=bool)
         # Few distinct links, so the fastest one for each value is found by trying all of them.
-        pairs = sorted(set(zip(latency[off_diagonal].tolist(), per_byte[off_diagonal].tolist())))
+        pairs = sorted(set(zip(*(array.tolist() for array in target.remote_link_arrays()))))
         send = np.min([fixed + graph.value_bytes * rate for fixed, rate in pairs], axis=0)
     elif target is not None:
         # On a single device nothing can be sent, and all nodes run one after the other.

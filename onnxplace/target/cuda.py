@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from typing import ClassVar
@@ -86,7 +87,7 @@ class Cuda(DeviceKind):
         """
         if first == second:
             return "memory"
-        try:
+        with suppress(Exception):  # no driver, or one that does not answer
             import pynvml
 
             pynvml.nvmlInit()
@@ -97,8 +98,6 @@ class Cuda(DeviceKind):
             ):
                 if pynvml.nvmlDeviceGetP2PStatus(*handles, capability) == pynvml.NVML_P2P_STATUS_OK:
                     return name
-        except Exception:  # noqa: BLE001 - no driver, or one that does not answer
-            return "host"
         return "host"
 
 
@@ -111,7 +110,6 @@ def _find_problem(provider: str, index: int) -> str | None:
 
 
 def _has_bindings() -> bool:
-    try:
+    with suppress(ModuleNotFoundError):  # of `cuda`
         return find_spec("cuda.bindings") is not None
-    except ModuleNotFoundError:  # of `cuda`
-        return False
+    return False

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import permutations
 from typing import Any, Literal
 
 import numpy as np
@@ -37,6 +38,7 @@ from onnxplace.target.limits import (
     require_number,
 )
 from onnxplace.target.parsing import parse_device_id, require_device_options
+from onnxplace.utils.groups import group_pairs
 from onnxplace.utils.quantities import format_bytes, format_first, format_object
 
 LinkModel = Literal["duplex", "parallel", "sequential"]
@@ -295,9 +297,7 @@ class Target:
         object.__setattr__(self, "_position", position)
 
     def __repr__(self) -> str:
-        kinds: dict[str, list[str]] = {}
-        for device in self.devices:
-            kinds.setdefault(f"{device.cost_class}, {format_bytes(device.memory_bytes)}", []).append(device.id)
+        kinds = group_pairs((f"{d.cost_class}, {format_bytes(d.memory_bytes)}", d.id) for d in self.devices)
         groups = [f"{format_names(ids, quoted=False)}: {kind}" for kind, ids in kinds.items()]
         given = f"{format_count(len(self.links), 'link')} given, {self.link_model}"
         return format_object(f"Target of {format_count(len(self.devices), 'device')}", format_first(groups), given)
@@ -396,35 +396,39 @@ class Target:
 
     def with_all_links(self) -> Target:
         """Return this target with a link for each pair of devices, independent of defaults and of links of hosts."""
-        given = self._links_by_ends()
-        pairs = [(a, b) for a in self.devices for b in self.devices if a is not b]
-        return replace(self, links=tuple(_find_given(given, a, b) or default_link(a, b) for a, b in pairs))
+        return replace(self, links=tuple(link or default_link(a, b) for a, b, link in self._list_pairs()))
 
     def list_assumed_links(self) -> list[tuple[str, str]]:
         """Return the pairs of devices whose link is a default: none is given for them or for their hosts."""
-        given = self._links_by_ends()
-        pairs = [(a, b) for a in self.devices for b in self.devices if a is not b]
-        return [(a.id, b.id) for a, b in pairs if _find_given(given, a, b) is None]
+        return [(a.id, b.id) for a, b, link in self._list_pairs() if link is None]
 
-    def _links_by_ends(self) -> dict[tuple[str, str], Link]:
-        return {(link.source, link.destination): link for link in self.links}
+    def _list_pairs(self) -> Iterator[tuple[Device, Device, Link | None]]:
+        """List the pairs of devices, with the links that are given for them or for their hosts."""
+        given = {(link.source, link.destination): link for link in self.links}
+        return ((a, b, _find_given(given, a, b)) for a, b in permutations(self.devices, 2))
 
     def link_arrays(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return latency (seconds) and seconds per byte, both [source, destination] with a zero diagonal."""
         latency, per_byte = self._link_arrays
         return latency.copy(), per_byte.copy()
 
+    def remote_link_arrays(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return latency (seconds) and seconds per byte of each pair of different devices."""
+        is_remote = ~np.eye(len(self.devices), dtype=bool)
+        latency, per_byte = self._link_arrays
+        return latency[is_remote], per_byte[is_remote]
+
     @cached_property
     def _link_arrays(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         # Each simulation needs them, and for 256 devices they are of 65280 links.
         count = len(self.devices)
         latency, per_byte = np.zeros((count, count)), np.zeros((count, count))
-        given = self._links_by_ends()
-        for i, source in enumerate(self.devices):
-            for j, destination in enumerate(self.devices):
-                if i != j:
-                    link = _find_given(given, source, destination) or default_link(source, destination)
-                    latency[i, j], per_byte[i, j] = link.latency_seconds, 1.0 / link.bytes_per_second
+        for source, destination, given in self._list_pairs():
+            ends, link = (
+                (self._position[source.id], self._position[destination.id]),
+                given or default_link(source, destination),
+            )
+            latency[ends], per_byte[ends] = link.latency_seconds, 1.0 / link.bytes_per_second
         return latency, per_byte
 
     def limiting(self, limits: Mapping[str, int]) -> Target:

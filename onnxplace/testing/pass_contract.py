@@ -23,7 +23,7 @@ import numpy as np
 
 from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Clusters, Groups, Placement, Profile, Schedule, Source
-from onnxplace.graph.op_graph import Csr, Ints, OpGraph
+from onnxplace.graph.op_graph import Csr, OpGraph, number_densely
 from onnxplace.pipeline.pipeline import make_pass as make_named_pass, run_pass
 from onnxplace.pipeline.text_form import build_pass, make_spec, parse_pipeline
 from onnxplace.simulation.lower_bounds import lower_bound_seconds
@@ -167,14 +167,8 @@ def _random_profile(random: np.random.Generator, graph: OpGraph, target: Target)
             {name: np.where(free, 0, random.integers(1, 400, len(graph))) * TICK_SECONDS for name in classes}
         ),
         MappingProxyType({name: np.where(free, Source.KNOWN, Source.ESTIMATED).astype(np.uint8) for name in classes}),
-        _number_densely(unit),
+        number_densely(unit),
     )
-
-
-def _number_densely(keys: Iterable[int]) -> Ints:
-    """Replace keys by numbers from 0, in order of first occurrence."""
-    numbers: dict[int, int] = {}
-    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int32)
 
 
 def _random_groups(random: np.random.Generator, graph: OpGraph, pins: int) -> Groups:
@@ -190,7 +184,7 @@ def _random_groups(random: np.random.Generator, graph: OpGraph, pins: int) -> Gr
             representative[node] = representative[int(random.choice(before))]
         elif random.random() < 0.1:
             representative[node] = representative[int(random.integers(0, len(graph)))]
-    group = _number_densely(representative)
+    group = number_densely(representative)
     count = int(group.max(initial=-1)) + 1
     unpinned = np.full(count, -1)
     pinned = np.where(random.random(count) < 0.2, random.integers(0, pins, count), unpinned) if pins else unpinned

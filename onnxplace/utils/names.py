@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Sequence
 
 from onnxplace.errors import UsageError
+from onnxplace.utils.groups import group_pairs
 
 MAX_SECONDS = 10.0
 """Time limit for all patterns of one call, looked at after each name."""
@@ -30,9 +31,7 @@ def match_names(patterns: Sequence[str], names: Sequence[str], where: str) -> li
     [[0, 1], [2]]
     """
     expressions = {pattern: _compile(pattern, where) for pattern in patterns}
-    positions: dict[str, list[int]] = {}
-    for position, name in enumerate(names):
-        positions.setdefault(name, []).append(position)
+    positions = group_pairs((name, position) for position, name in enumerate(names))
     longest, end = max(map(len, names), default=0), time.monotonic() + MAX_SECONDS
     matches: dict[str, list[int]] = {}
     for pattern, expression in expressions.items():

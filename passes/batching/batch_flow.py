@@ -395,19 +395,16 @@ def find_batch_axes(model: Model) -> BatchingRecord:
         return BatchingRecord(reason=f"the model does not declare the shape of input {unranked[0]!r}")
     refusals = []
     for dimension in _list_candidates(model)[:_MAX_CANDIDATES]:
+        node = ""
         try:
             return _prove(model, dimension)
         except Refusal as refusal:
-            refusals.append(
-                BatchingRecord(reason=f"along dimension {dimension!r}, {refusal.reason}", node=refusal.node)
-            )
+            reason, node = refusal.reason, refusal.node
         except OnnxplaceError as problem:
-            refusals.append(
-                BatchingRecord(reason=f"along dimension {dimension!r}, it has no shapes: {problem.message}")
-            )
+            reason = f"it has no shapes: {problem.message}"
         except Exception as problem:  # noqa: BLE001 - a model that cannot be analysed is still compiled
-            text = f"along dimension {dimension!r}, it cannot be analysed: {type(problem).__name__}: {problem}"
-            refusals.append(BatchingRecord(reason=text))
+            reason = f"it cannot be analysed: {type(problem).__name__}: {problem}"
+        refusals.append(BatchingRecord(reason=f"along dimension {dimension!r}, {reason}", node=node))
     if not refusals:
         return BatchingRecord(reason="no input has a symbolic dimension")
     return next((refusal for refusal in refusals if refusal.node), refusals[0])
@@ -485,9 +482,7 @@ def _infer_sample(model: Model, sizes: Mapping[str, int], batch: int) -> Sample:
     # Samples of values would be of the wrong size, so they are left out.
     other = replace(model, dimensions=MappingProxyType(dict(dimensions)), samples=MappingProxyType({}))
     shapes, tensors = infer_shapes_and_values(other)
-    for name, tensor in model.initializers.items():
-        if not model.overridable(name):
-            shapes[name] = tuple(tensor.dims)
+    shapes |= {name: tuple(tensor.dims) for name, tensor in model.constants.items()}
     for node in model.nodes:
         # Inference leaves the mask out, which most models do not read.
         if node.op_type == "Dropout" and node.domain in ("", "ai.onnx") and node.input[0] in shapes:

@@ -72,7 +72,7 @@ def read_costs(path: str | Path, model: Model, target: Target) -> tuple[Profile,
     for cost_class in dict.fromkeys(device.cost_class for device in target.devices):
         seconds[cost_class] = np.array([node.seconds(cost_class) for node in nodes])
         sources[cost_class] = np.array([node.source(cost_class) for node in nodes], dtype=np.uint8)
-        if any(node.has_spread(cost_class) for node in nodes):
+        if any(node.entry.get("spread", {}).get(cost_class) is not None for node in nodes):
             spreads[cost_class] = np.array([node.spread_seconds(cost_class) for node in nodes])
     # A node without a unit is its own unit; negative numbers keep it apart from those in the file.
     unit = np.unique([node.unit(-1 - index) for index, node in enumerate(nodes)], return_inverse=True)[1]
@@ -194,9 +194,6 @@ class _NodeCosts:
             message = f"the source of node {self.name!r} on {cost_class!r} is {word!r}"
             raise _entry_error(message, self.path, "write one of " + ", ".join(_SOURCES))
         return _SOURCES[word]
-
-    def has_spread(self, cost_class: str) -> bool:
-        return self.entry.get("spread", {}).get(cost_class) is not None
 
     def spread_seconds(self, cost_class: str) -> float:
         """Return the spread of that time, 0 if the file has none."""

@@ -102,11 +102,7 @@ def _cluster_kernels(fused: onnx.ModelProto, names: Iterable[str]) -> list[int]:
 
 def _first_readers(kernels: Sequence[onnx.NodeProto]) -> dict[str, int]:
     """Return the first kernel that reads each value."""
-    reader: dict[str, int] = {}
-    for index, kernel in enumerate(kernels):
-        for name in kernel.input:
-            reader.setdefault(name, index)
-    return reader
+    return {name: index for index in reversed(range(len(kernels))) for name in kernels[index].input}
 
 
 def _locate_kernels(

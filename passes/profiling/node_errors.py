@@ -27,6 +27,7 @@ from onnxplace.passes.profiling.chunks import cut_into_chunks, extract_nodes, li
 from onnxplace.target.device_kinds import DeviceAddress
 from onnxplace.utils.differences import relative_error
 from onnxplace.utils.file_locks import temporary_folder
+from onnxplace.utils.groups import group_pairs
 from onnxplace.utils.progress import progress_part
 
 Values = Mapping[str, Any]
@@ -55,9 +56,7 @@ def measure_errors(model: Model, graph: OpGraph, feeds: Values, device: DeviceAd
     last = list_last_readers(graph)
     parts = cut_into_chunks(graph, (), MAX_PART_BYTES)
     for number, part in enumerate(parts):
-        members = defaultdict[int, list[int]](list)
-        for node in part:
-            members[int(group[node])].append(node)
+        members = group_pairs((int(group[node]), node) for node in part)
         members.pop(-1, None)
         with progress_part(number, len(parts)):
             names = [name for node in part for name in model.nodes[node].output if name]

@@ -38,6 +38,7 @@ from onnxplace.passes.profiling.kernel_attribution import PROFILER_SECONDS, attr
 from onnxplace.target.device_kinds import DeviceAddress
 from onnxplace.target.kind_table import find_kind
 from onnxplace.utils.file_locks import temporary_folder
+from onnxplace.utils.groups import group_pairs
 from onnxplace.utils.progress import progress_part
 from onnxplace.utils.subprocesses import run_in_child
 
@@ -255,10 +256,8 @@ def _collect_device_durations(events: Sequence[Mapping[str, Any]], counted: int,
     WebGPU's provider does: a kernel's own event is only its launch. The events of its programs are called
     `kernel&operator&program`. They come in the order of the runs, but have another clock.
     """
-    programs: dict[str, list[int]] = {}
-    for event in events:
-        if event.get("cat") == "Api" and event["name"].count("&") >= 2:
-            programs.setdefault(event["name"].rsplit("&", 2)[0], []).append(event["dur"])
+    own = (event for event in events if event.get("cat") == "Api" and event["name"].count("&") >= 2)
+    programs = group_pairs((event["name"].rsplit("&", 2)[0], event["dur"]) for event in own)
     runs_in_profile = sum(event["name"] == "model_run" for event in events)
     durations = {}
     for name, times in programs.items():

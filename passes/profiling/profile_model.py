@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
@@ -151,15 +150,11 @@ def report_unknown_sizes(model: Model, sizes: Mapping[str, int], unit: Ints) -> 
 
     Values within one unit need none.
     """
-    reading_units = defaultdict(set)
-    for index, reads in enumerate(model.reads):
-        for name in reads:
-            reading_units[name].add(int(unit[index]))
     unknown = [
         name
         for index, node in enumerate(model.nodes)
         for name in node.output
-        if name not in sizes and reading_units[name] - {int(unit[index])}
+        if name not in sizes and any(unit[reader] != unit[index] for reader in model.readers.get(name, ()))
     ]
     if not unknown:
         return []

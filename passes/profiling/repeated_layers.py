@@ -10,6 +10,7 @@ import numpy as np
 from onnx import AttributeProto, GraphProto, NodeProto, TensorProto, numpy_helper
 
 from onnxplace.facts import Repeat
+from onnxplace.graph.lifetimes import sum_alive
 from onnxplace.graph.op_graph import Bools, Floats, Ints, Longs, OpGraph
 from onnxplace.model.model import Model
 from onnxplace.model.tensors import tensor_size
@@ -79,10 +80,7 @@ def _describe_values(model: Model, shapes: Shapes) -> dict[str, Hashable]:
         type_case = value_type.WhichOneof("value")
         element = value_type.tensor_type.elem_type if type_case == "tensor_type" else type_case
         signatures[name] = ("value", element, tuple(shapes[name]) if name in shapes else None)
-    for name, tensor in model.initializers.items():
-        if not model.overridable(name):
-            signatures[name] = _describe_weight(tensor)
-    return signatures
+    return signatures | {name: _describe_weight(tensor) for name, tensor in model.constants.items()}
 
 
 def _describe_weight(tensor: TensorProto) -> Hashable:
@@ -182,10 +180,8 @@ def _count_crossing_values(graph: OpGraph) -> Longs:
     last = np.full(len(graph.value_names), -1, dtype=np.int64)
     np.maximum.at(last, graph.inputs.items, graph.inputs.rows)
     crossing_values = np.flatnonzero((graph.producer >= 0) & (last >= 0))
-    change = np.zeros(len(graph) + 2, dtype=np.int64)
-    np.add.at(change, graph.producer[crossing_values] + 1, 1)
-    np.add.at(change, last[crossing_values] + 1, -1)
-    return np.cumsum(change)
+    begin, end = graph.producer[crossing_values] + 1, last[crossing_values] + 1
+    return sum_alive(begin, end, np.ones(len(begin)), len(graph) + 1).astype(np.int64)
 
 
 def _split_by_wiring(graph: OpGraph, start: int, end: int, period: int, crossing: Longs) -> list[Repeat]:

@@ -127,8 +127,7 @@ def estimate_seconds(
         peaks: Of one core, or of the GPU; None for typical ones.
         types: Element types of values whose types ONNX cannot infer.
     """
-    known_types = {**(types or {}), **{name: kind.tensor_type.elem_type for name, kind in model.types.items()}}
-    known_types |= {name: tensor.data_type for name, tensor in model.initializers.items()}
+    known_types = {**(types or {}), **model.element_types}
     sizes = value_bytes(model, shapes, types or {})
     sizes |= {name: tensor_size(tensor) for name, tensor in model.initializers.items()}
     known = {**shapes, **{name: tuple(tensor.dims) for name, tensor in model.initializers.items()}}

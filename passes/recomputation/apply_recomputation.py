@@ -11,7 +11,7 @@ from onnx import NodeProto
 
 from onnxplace.errors import Diagnostic, format_count
 from onnxplace.facts import Original, Profile, Recomputation, is_refused
-from onnxplace.graph.op_graph import Floats, Ints
+from onnxplace.graph.op_graph import Floats, Ints, number_densely
 from onnxplace.model.lineage import RANDOM_OPERATORS
 from onnxplace.model.lowering import build_op_graph
 from onnxplace.model.model import Model
@@ -136,20 +136,16 @@ def _permute(work: _Work, order: Ints) -> _Work:
         graph=graph,
         seconds=MappingProxyType({name: times[order] for name, times in profile.seconds.items()}),
         sources=MappingProxyType({name: sources[order] for name, sources in profile.sources.items()}),
-        unit=_renumber(profile.unit[order]),
+        unit=number_densely(profile.unit[order].tolist()),
         user_groups=None if profile.user_groups is None else profile.user_groups[order],
         backward=None if profile.backward is None else profile.backward[order],
+        training=None if profile.training is None else profile.training.spread(order),
         repeats=(),
         spread=MappingProxyType({name: spread[order] for name, spread in profile.spread.items()}),
+        errors=MappingProxyType({name: errors[order] for name, errors in profile.errors.items()}),
         prints=tuple(profile.prints[index] for index in order.tolist()) if profile.prints else (),
     )
     return replace(work, model=model, profile=permuted)
-
-
-def _renumber(unit: Ints) -> Ints:
-    """Return dense ids in the order of their first use."""
-    numbers: dict[int, int] = {}
-    return np.array([numbers.setdefault(item, len(numbers)) for item in unit.tolist()], dtype=np.int32)
 
 
 def _is_pure(node: NodeProto) -> bool:

@@ -13,6 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
+from onnxplace.graph.lifetimes import sum_alive
 from onnxplace.graph.op_graph import Bools, Floats, Ints, Longs, OpGraph
 from onnxplace.passes.recomputation.clone_kernels import buffer_spans, place_clones
 
@@ -79,19 +80,16 @@ class TurnProblem:
 
     def _sum_bytes(self, sequence: Longs, spans: Longs, length: int) -> Longs:
         """Return the bytes held at each number of a sequence."""
-        change = np.zeros(length + 1, dtype=np.int64)
+        held_bytes = np.zeros(length)
         size, read = self.graph.value_bytes, np.diff(self.graph.readers.starts) > 0
         for first, last in ((spans[0], spans[1]), (spans[2], spans[3])):
             # An input that nothing reads is on no device.
             held = (first >= 0) & ((self.graph.producer >= 0) | read)
-            np.add.at(change, first[held], size[held])
-            np.subtract.at(change, last[held] + 1, size[held])
-        work = np.zeros(length, dtype=np.int64)
-        work[sequence[0]] = self.graph.workspace_bytes
+            held_bytes += sum_alive(first[held], last[held] + 1, size[held], length)
         cloned = sequence[1] >= 0
-        work[sequence[1][cloned]] = self.graph.workspace_bytes[cloned]
-        held_bytes: Longs = np.cumsum(change)[:-1] + work
-        return held_bytes
+        held_bytes[sequence[0]] += self.graph.workspace_bytes
+        held_bytes[sequence[1][cloned]] += self.graph.workspace_bytes[cloned]
+        return held_bytes.astype(np.int64)
 
 
 def held_bytes(graph: OpGraph, order: Ints) -> Longs:

@@ -17,13 +17,15 @@ import numpy as np
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from onnxplace.facts import Profile
-from onnxplace.graph.op_graph import Bools, Ints, Longs, OpGraph
+from onnxplace.graph.op_graph import Bools, Ints, Longs, OpGraph, number_densely
 from onnxplace.model.lowering import build_op_graph
 from onnxplace.model.model import Model
 from onnxplace.model.nested_graphs import rename_reads
 from onnxplace.model_metadata import PARAMETER_KEY, PHASE_KEY
 from onnxplace.passes.recomputation.clone_choice import ClonedSchedule, TurnProblem
 from onnxplace.passes.recomputation.memory_order import find_branches
+from onnxplace.utils.groups import group_pairs
+from onnxplace.utils.names import claim_name
 
 # Late values nearer to each other than so many nodes open the same gates.
 SPACING_NODES = 16
@@ -163,23 +165,15 @@ class _Writer:
 
     def unique_name(self, name: str) -> str:
         """Return a name that nothing in the model has, and take it."""
-        unique, number = name, 1
-        while unique in self._used:
-            number += 1
-            unique = f"{name}{number}"
-        self._used.add(unique)
-        return unique
+        return claim_name(name, self._used)
 
     def _slots(self) -> dict[int, list[int]]:
         """Return the clones that run directly before each position, in their order."""
         clones = np.flatnonzero(self.is_cloned)
         clones = clones[np.argsort(self.schedule.clone_number[clones])]
         numbers = self.schedule.node_number[self.problem.order]
-        slots: dict[int, list[int]] = {}
-        for clone in clones.tolist():
-            position = int(np.searchsorted(numbers, self.schedule.clone_number[clone]))
-            slots.setdefault(position, []).append(clone)
-        return slots
+        positions = np.searchsorted(numbers, self.schedule.clone_number[clones])
+        return group_pairs(zip(positions.tolist(), clones.tolist()))
 
     def _add_node(self, index: int, position: int) -> None:
         node = self.model.nodes[index]
@@ -247,11 +241,10 @@ def clone_profile(profile: Profile, cloned: ClonedModel) -> Profile:
 
 def _number_units(unit: Ints, cloned: ClonedModel) -> Ints:
     """Return the kernel of each node: clones of the nodes of one kernel are one kernel if they are neighbours."""
-    numbers: dict[tuple[int, bool, int], int] = {}
-    result, last = list[int](), (-1, False, -1)
+    kernels, last = list[tuple[int, bool, int]](), (-1, False, -1)
     for index, (source, is_clone) in enumerate(zip(cloned.source.tolist(), cloned.is_clone.tolist())):
         kernel = int(unit[source]) if source >= 0 else -1 - index
         run = last[2] if last[:2] == (kernel, True) else index
         last = (kernel, is_clone, run if is_clone else -1)
-        result.append(numbers.setdefault(last, len(numbers)))
-    return np.array(result, dtype=np.int32)
+        kernels.append(last)
+    return number_densely(kernels)

@@ -78,17 +78,14 @@ def choose_sources(problem: SourceProblem) -> Choice | None:
     """Return the choice with the shortest step; None if nothing fits."""
     program = _SourceProgram(problem)
     if (parts := -(-len(program.slot) // MAX_BINARIES)) <= 1:
-        choice = program.solve()
-    elif (rough := _SourceProgram(_join_neighbours(problem, parts)).solve()) is not None:
-        elsewhere = np.arange(len(problem.seconds))[:, None] != np.repeat(rough.device, parts)[: len(problem.group)]
-        seconds, streaming = (
-            np.where(elsewhere, np.inf, times) for times in (problem.seconds, problem.streaming_seconds)
-        )
-        placed = _SourceProgram(replace(problem, seconds=seconds, streaming_seconds=streaming))
-        choice = placed.solve(program.solve(is_integral=False))
-    else:
-        choice = None
-    return choice
+        return program.solve()
+    rough = _SourceProgram(_join_neighbours(problem, parts)).solve()
+    if rough is None:
+        return None
+    elsewhere = np.arange(len(problem.seconds))[:, None] != np.repeat(rough.device, parts)[: len(problem.group)]
+    seconds, streaming = (np.where(elsewhere, np.inf, times) for times in (problem.seconds, problem.streaming_seconds))
+    placed = _SourceProgram(replace(problem, seconds=seconds, streaming_seconds=streaming))
+    return placed.solve(program.solve(is_integral=False))
 
 
 def _join_neighbours(problem: SourceProblem, count: int) -> SourceProblem:

@@ -10,6 +10,7 @@ import numpy as np
 from onnx import TensorProto
 
 from onnxplace.facts import Profile
+from onnxplace.graph.lifetimes import sum_alive
 from onnxplace.graph.op_graph import Bools, Floats, Ints, Longs, sum_by
 from onnxplace.model.model import Model
 from onnxplace.passes.profiling.streamed_nodes import MIN_STREAMED_BYTES
@@ -59,12 +60,9 @@ class StreamableWeights:
 
     @cached_property
     def _is_large(self) -> Bools:
-        model, graph = self.model, self.profile.graph
-        tensors = [model.initializers.get(name) for name in graph.weight_names]
-        is_constant = [
-            tensor is not None and tensor.data_type not in _CONSTANT_TYPES and not model.overridable(tensor.name)
-            for tensor in tensors
-        ]
+        graph = self.profile.graph
+        tensors = [self.model.constants.get(name) for name in graph.weight_names]
+        is_constant = [tensor is not None and tensor.data_type not in _CONSTANT_TYPES for tensor in tensors]
         # Where all devices are processors, nothing streams that is only looked up, such as a table of embeddings.
         stays = self.is_looked_up & all(device.is_host for device in self.problem.target.devices)
         is_free = np.array(is_constant, dtype=bool) & ~stays
@@ -171,19 +169,15 @@ class StreamableWeights:
     def _find_crossings(self, slots: int) -> Floats:
         """Return, per device and slot, the time for what later slots read from earlier ones to come from elsewhere."""
         graph, slot = self.problem.graph, self.slot
-        change = np.zeros((2, slots + 1))
         made = graph.producer >= 0
         last = np.full(len(graph.value_names), -1, dtype=np.int64)
         np.maximum.at(last, graph.inputs.items, slot[graph.inputs.rows])
-        for value in np.flatnonzero(made & (last > np.where(made, slot[graph.producer], 0))).tolist():
-            for row, amount in enumerate((1, graph.value_bytes[value])):
-                change[row, slot[graph.producer[value]] + 1] += amount
-                change[row, last[value] + 1] -= amount
-        count, size = np.cumsum(change, axis=1)[:, :slots]
+        values = np.flatnonzero(made & (last > np.where(made, slot[graph.producer], 0)))
+        spans = slot[graph.producer[values]] + 1, last[values] + 1
+        count, size = (sum_alive(*spans, item, slots) for item in (np.ones(len(values)), graph.value_bytes[values]))
         latency, per_byte = self.problem.target.link_arrays()
         times = latency[:, :, None] * count + per_byte[:, :, None] * size  # [source, destination, slot]
-        for device in range(len(times)):
-            times[device, device] = np.inf
+        times[np.eye(len(times), dtype=bool)] = np.inf
         crossing: Floats = times.min(axis=0)
         return np.where(np.isfinite(crossing), crossing, 0.0)
 

@@ -1,5 +1,7 @@
 """The pass `recompute`: what it computes, what it holds, and what it leaves alone."""
 
+from dataclasses import replace
+
 import numpy as np
 import onnx
 import onnxruntime
@@ -14,6 +16,9 @@ from onnxplace.machine.hardware import local_target
 from onnxplace.model.loading import load
 from onnxplace.model.lowering import bind, build_op_graph, infer_static_shapes, value_bytes
 from onnxplace.model.model import Model
+from onnxplace.model_metadata import TrainingRoles
+from onnxplace.passes.recomputation.apply_recomputation import _reorder, _Work
+from onnxplace.passes.recomputation.cloned_model import find_ranks
 from onnxplace.passes.recompute import Recompute
 from onnxplace.passes.shard import Shard
 from onnxplace.simulation.simulator import simulate
@@ -186,3 +191,21 @@ def test_the_original_of_what_was_recomputed_stays_where_nothing_is_split():
     assert after[Shards].ways == 1
     assert after[Original].model is before[Model]
     assert after[Original].profile is before[Profile]
+
+
+def test_what_is_known_per_node_follows_the_nodes_to_their_places():
+    state = make_state(STEPS["transformer"]())
+    graph, number = state[Profile].graph, np.arange(len(state[Profile].graph), dtype=np.int32)
+    roles = TrainingRoles(state[Model].training, (number % 3).astype(np.uint8), number, np.full_like(number, -1))
+    errors = {name: number.astype(float) for name in state[Profile].seconds}
+    state = state.with_facts(replace(state[Profile], training=roles, errors=errors))
+    work = _Work(state[Model], state[Profile], find_ranks(state[Model]))
+    reordered = _reorder(work).profile
+    before = [graph.names.index(name) for name in reordered.graph.names]
+    assert before != number.tolist()
+    assert reordered.training.phase.tolist() == roles.phase[before].tolist()
+    assert reordered.training.parameter.tolist() == before
+    assert [found.tolist() for found in reordered.errors.values()] == [before]
+    after = Recompute(limit=str(int(0.75 * peak_of(state)))).run(state)[Profile]
+    place = {name: index for index, name in enumerate(after.graph.names)}
+    assert after.training.parameter[[place[name] for name in graph.names]].tolist() == number.tolist()

@@ -37,6 +37,9 @@ MODULE_NAME = re.compile(r"[\w./-]*")
 
 MODEL_SUFFIX = ".onnx"
 
+# Pattern or module -> the id, number or kind of a device.
+Rules = Mapping[str, str | int]
+
 
 def match_removed(patterns: Sequence[str], removed: Sequence[str], where: str) -> dict[str, str]:
     """Return the patterns that match nodes that were removed, each with the first such node."""
@@ -69,7 +72,7 @@ def are_module_names(keys: Iterable[str]) -> bool:
     return all(MODULE_NAME.fullmatch(key) for key in keys)
 
 
-def has_module_devices(rules: Mapping[str, str | int]) -> bool:
+def has_module_devices(rules: Rules) -> bool:
     """Return whether a map names devices as accelerate does: by number, or by kind alone.
 
     >>> has_module_devices({"lm_head": "cpu"}), has_module_devices({"lm_head": "cpu:0"})
@@ -79,12 +82,7 @@ def has_module_devices(rules: Mapping[str, str | int]) -> bool:
 
 
 def pin_modules(
-    rules: Mapping[str, str | int],
-    graph: OpGraph,
-    target: Target,
-    removed: Sequence[str],
-    where: str,
-    by_position: bool = False,
+    rules: Rules, graph: OpGraph, target: Target, removed: Sequence[str], where: str, by_position: bool = False
 ) -> tuple[Ints, list[Diagnostic]]:
     """Return the device of each node by its innermost module in the map, -1 for none, and notes.
 
@@ -243,20 +241,14 @@ def read_pins(source: str, graph: OpGraph, target: Target, removed: Sequence[str
     has_nodes = any(match_names(list(patterns), [*graph.names, *removed], where))
     if patterns and not has_nodes and are_module_names(patterns):
         return pin_modules(patterns, graph, target, removed, where)
-    matches = match_nodes(list(patterns), graph.names, where)
-    return _pin_patterns(patterns, matches, graph, target, removed, where)
+    return _pin_patterns(patterns, graph, target, removed, where)
 
 
 def _pin_patterns(
-    patterns: Mapping[str, str],
-    matches: Sequence[Sequence[int]],
-    graph: OpGraph,
-    target: Target,
-    removed: Sequence[str],
-    where: str,
+    patterns: Mapping[str, str], graph: OpGraph, target: Target, removed: Sequence[str], where: str
 ) -> tuple[Ints, list[Diagnostic]]:
     """Pin the nodes that each pattern matches; the first pattern that matches a node decides."""
-    pinned = np.full(len(graph), -1, dtype=np.int32)
+    matches, pinned = match_nodes(list(patterns), graph.names, where), np.full(len(graph), -1, dtype=np.int32)
     try:
         devices = [target.position(device) for device in patterns.values()]
     except TargetError as error:

@@ -7,16 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from onnxplace.graph import op_graph
 from onnxplace.utils.jit import compiled_loop, linear_in_place, linear_loop
 
-
-@linear_in_place
-def find_root(parent, node):
-    """Return the root of the set of `node`; halve the path on the way."""
-    while parent[node] != node:
-        parent[node] = parent[parent[node]]
-        node = parent[node]
-    return node
+find_root = linear_in_place(op_graph.find_root)
 
 
 @linear_loop

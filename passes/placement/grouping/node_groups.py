@@ -165,10 +165,7 @@ def list_parameter_members(graph: OpGraph, roles: TrainingRoles) -> tuple[Ints, 
     read = _find_single(graph.inputs.rows[reads], label[graph.inputs.items[reads]], len(graph))
     member = np.where(read >= 0, read, roles.parameter)
     members = np.flatnonzero(member >= 0).astype(np.int32)
-    number = member[members]
-    first = np.full(int(number.max(initial=-1)) + 1, -1, dtype=np.int32)
-    first[number[::-1]] = members[::-1]
-    return members, first[number]
+    return members, members[first_equal(member[members])]
 
 
 def _find_single(nodes: Ints, numbers: Ints, count: int) -> Ints:
@@ -233,13 +230,8 @@ def _refusing_classes(profile: Profile) -> Longs:
 
 def first_equal(keys: Ints) -> NDArray[np.int64]:
     """Return, for each position, the first one with the same key (0 or more)."""
-    # Sparse keys are numbered first: the table below has an entry for every number.
-    if len(keys) and int(keys.max()) > 4 * len(keys):
-        keys = np.unique(keys, return_inverse=True)[1].astype(np.int32)
-    first = np.zeros(int(keys.max(initial=-1)) + 1, dtype=np.int64)
-    # Backwards, so that the first position is written last.
-    first[keys[::-1]] = np.arange(len(keys))[::-1]
-    return first[keys]
+    _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+    return first[inverse]
 
 
 def only_readers(
@@ -257,13 +249,12 @@ def only_readers(
         is_counted: Per node; other nodes neither join nor read.
         always: Whether nodes join at any cost.
     """
-    latency, per_byte = target.link_arrays()
-    off_diagonal = ~np.eye(len(latency), dtype=bool)
+    latency, per_byte = target.remote_link_arrays()
     inputs = graph.inputs.arrays
     lowest, highest, sent_values, sent_bytes = first_readers(graph.producer, graph.value_bytes, *inputs, is_counted)
     # Which devices it will be is not known yet: compare the least compute with the least transfer.
     least_seconds = seconds.min(axis=0)
-    transfer = sent_values * latency[off_diagonal].min() + sent_bytes * per_byte[off_diagonal].min()
+    transfer = sent_values * latency.min() + sent_bytes * per_byte.min()
     single = (lowest == highest) & (np.True_ if always else least_seconds <= transfer)
     reads = graph.inputs.rows[graph.producer[graph.inputs.items] >= 0]
     constant = least_seconds == 0.0

@@ -32,11 +32,8 @@ class Edges:
 def transfer_edges(problem: PlacementProblem) -> Edges:
     """Return the edges between nodes, with the seconds to send all their values over the mean link."""
     graph = problem.graph
-    latency, per_byte = problem.target.link_arrays()
-    off_diagonal = ~np.eye(len(latency), dtype=bool)
-    mean_latency, mean_byte = (
-        float(array[off_diagonal].mean()) if off_diagonal.any() else 0.0 for array in (latency, per_byte)
-    )
+    links = problem.target.remote_link_arrays()
+    mean_latency, mean_byte = (float(array.mean()) if array.size else 0.0 for array in links)
     inner = graph.producer[graph.inputs.items] >= 0
     values, readers = graph.inputs.items[inner], graph.inputs.rows[inner]
     count = max(len(graph), 1)

@@ -98,9 +98,8 @@ def _coarsen_once(fine: PlacementProblem, max_seconds: float) -> Level:
     join_light_groups(parent, pin, taken_by, load, first_equal(fine.group).astype(np.int32), nodes, np.inf)
     inner = graph.producer[graph.inputs.items] >= 0
     value, reader = graph.inputs.items[inner], graph.inputs.rows[inner]
-    latency, per_byte = fine.target.link_arrays()
-    remote = ~np.eye(len(latency), dtype=bool)
-    transfer = latency[remote].mean() + graph.value_bytes[value] * per_byte[remote].mean()
+    latency, per_byte = fine.target.remote_link_arrays()
+    transfer = latency.mean() + graph.value_bytes[value] * per_byte.mean()
     # The saving per reader, largest first; ties by value and reader, so that the result is deterministic.
     heaviest = np.lexsort((reader, value, -transfer / np.bincount(value)[value]))
     join_light_groups(parent, pin, taken_by, load, graph.producer[value[heaviest]], reader[heaviest], max_seconds)

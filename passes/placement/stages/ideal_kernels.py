@@ -17,7 +17,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from onnxplace.graph.op_graph import Csr, Ints, OpGraph
+from onnxplace.graph.op_graph import Ints, OpGraph
 from onnxplace.utils.jit import compiled_loop
 
 
@@ -26,69 +26,17 @@ def find_inseparable(graph: OpGraph, group: Ints) -> Ints:
 
     Ids are in order of their first node. Contracting them leaves an acyclic graph. O(N + E).
     """
-    if not len(graph):
-        return group
+    import networkx
+
     edges = graph.predecessors
-    source, reader = group[edges.items], group[edges.rows]
-    between = source != reader
-    successors = Csr.grouped(source[between], reader[between], int(group.max()) + 1)
-    component = find_strong_components(successors.starts, successors.items)[group]
-    _, first, dense = np.unique(component, return_index=True, return_inverse=True)
+    links = networkx.DiGraph()
+    links.add_nodes_from(group.tolist())
+    links.add_edges_from(zip(group[edges.items].tolist(), group[edges.rows].tolist()))
+    component = np.zeros(int(group.max(initial=-1)) + 1, dtype=np.int32)
+    for number, members in enumerate(networkx.strongly_connected_components(links)):
+        component[list(members)] = number
+    _, first, dense = np.unique(component[group], return_index=True, return_inverse=True)
     return np.argsort(np.argsort(first)).astype(np.int32)[dense]
-
-
-@compiled_loop
-def find_strong_components(starts, successors):
-    """Return the component of each node by Tarjan's algorithm (SIAM J. Comput. 1972), without recursion."""
-    count = len(starts) - 1
-    index = np.full(count, -1, np.int64)
-    low = np.zeros(count, np.int64)
-    component = np.full(count, -1, np.int32)
-    pending = np.empty(count, np.int64)
-    path = np.empty(count, np.int64)
-    pointer = starts[:-1].copy()
-    pending_count = 0
-    visited = 0
-    components = 0
-    # Start a depth-first search at each node that no earlier one has visited.
-    for root in range(count):
-        if index[root] >= 0:
-            continue
-        depth = 0
-        path[0] = root
-        index[root] = low[root] = visited
-        visited += 1
-        pending[pending_count] = root
-        pending_count += 1
-        while depth >= 0:
-            node = path[depth]
-            # Descend into the next successor, or take its index if it belongs to no component yet.
-            if pointer[node] < starts[node + 1]:
-                successor = successors[pointer[node]]
-                pointer[node] += 1
-                if index[successor] < 0:
-                    index[successor] = low[successor] = visited
-                    visited += 1
-                    pending[pending_count] = successor
-                    pending_count += 1
-                    depth += 1
-                    path[depth] = successor
-                elif component[successor] < 0:
-                    low[node] = min(low[node], index[successor])
-                continue
-            # The node reaches nothing older: it is the root of a component, which is all that is pending above it.
-            if low[node] == index[node]:
-                while True:
-                    pending_count -= 1
-                    component[pending[pending_count]] = components
-                    if pending[pending_count] == node:
-                        break
-                components += 1
-            # Return to the parent, which reaches all that the node reaches.
-            depth -= 1
-            if depth >= 0:
-                low[path[depth]] = min(low[path[depth]], low[node])
-    return component
 
 
 def generate_orders(graph: OpGraph, count: int, seed: int) -> Iterator[Ints]:

@@ -385,12 +385,7 @@ def _may_cut_before(model: Model) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     may = np.ones(len(model.nodes), dtype=bool)
     may[:1] = False
     producer = {name: index for index, node in enumerate(model.nodes) for name in node.output}
-    users: dict[str, list[int]] = {name: [] for name in model.states}
-    for index, reads in enumerate(model.reads):
-        for name in reads:
-            if name in users:
-                users[name].append(index)
     for name, output in model.states.items():
-        ends = [*users[name], producer[model.sources.get(output, output)]]
+        ends = [*model.readers.get(name, ()), producer[model.sources.get(output, output)]]
         may[min(ends) + 1 : max(ends) + 1] = False
     return may

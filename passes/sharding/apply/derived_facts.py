@@ -24,7 +24,7 @@ from onnx import (
 )
 
 from onnxplace.facts import Profile
-from onnxplace.graph.op_graph import Floats, Ints, Longs
+from onnxplace.graph.op_graph import Floats, Ints, Longs, number_densely
 from onnxplace.model.lowering import build_op_graph, value_bytes
 from onnxplace.model.model import Model
 from onnxplace.passes.placement.grouping.node_groups import Union, first_equal
@@ -91,13 +91,10 @@ def _units(unit: Ints, source: Longs, sharded: ShardedModel) -> Ints:
     concatenation it goes into, and the slice that it sends with the node that makes the value. Apart, they would be
     their own segments around a wait.
     """
-    numbers: dict[tuple[int, int], int] = {}
-    result = np.empty(len(source), dtype=np.int32)
-    for index, original in enumerate(source.tolist()):
-        key = (int(unit[original]), sharded.origins[index].device) if original >= 0 else (-1 - index, 0)
-        result[index] = numbers.setdefault(key, len(numbers))
+    origins = enumerate(zip(source.tolist(), sharded.origins))
+    keys = [(int(unit[node]), origin.device) if node >= 0 else (-1 - index, 0) for index, (node, origin) in origins]
     joined = Union(np.full(len(source), -1, dtype=np.int32))
-    joined.join(first_equal(result), np.arange(len(source)), "one kernel")
+    joined.join(first_equal(number_densely(keys)), np.arange(len(source)), "one kernel")
     steps = _find_partners(sharded)
     joined.join(np.array([step for step, _ in steps], np.int32), np.array([mate for _, mate in steps], np.int32), "")
     return joined.groups().group
@@ -106,16 +103,12 @@ def _units(unit: Ints, source: Longs, sharded: ShardedModel) -> Ints:
 def _find_partners(sharded: ShardedModel) -> list[tuple[int, int]]:
     """Return the steps of exchanges that stay with a node: that node's index is second."""
     nodes, origins = sharded.model.nodes, sharded.origins
-    readers: dict[str, list[int]] = {}
     producer = {name: index for index, node in enumerate(nodes) for name in filter(None, node.output)}
-    for index, reads in enumerate(sharded.model.reads):
-        for name in reads:
-            readers.setdefault(name, []).append(index)
     pairs = []
     for index, (node, origin) in enumerate(zip(nodes, origins)):
         if origin.source >= 0:
             continue
-        reading = readers.get(node.output[0], [])
+        reading = sharded.model.readers.get(node.output[0], [])
         remote = [reader for reader in reading if origins[reader].device != origin.device]
         maker = producer.get(next(iter(node.input), ""), -1)
         if len(reading) == 1 and not remote and origins[reading[0]].source < 0:

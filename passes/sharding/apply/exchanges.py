@@ -334,7 +334,7 @@ class ExchangeWriter:
     def gathered_part(self, name: str, source: Layout, other: int, device: int) -> str:
         """Return the part of another device for an all-gather: from that device, or from the one that passes it on."""
         part, relay = self.own_part(name, source, other, device), self.find_relay(other, device)
-        if relay in (other, device) or not self.costs.gathers_by_host(source, self.facts.bytes(name)):
+        if relay in (other, device) or not self.costs.takes_two_rounds(source, REPLICATED, self.facts.bytes(name)):
             return part
         if (part, relay) not in self.relayed:
             moved_bytes = 2 * self.bytes(name, source, other)
@@ -380,7 +380,7 @@ class ExchangeWriter:
         size = self.facts.bytes(name)
         # Each device adds up its share, and all gather the shares: less traffic than all summands to all devices, but
         # one more round.
-        if self.costs.sums_in_two_steps(size):
+        if self.costs.takes_two_rounds(PARTIAL, REPLICATED, size):
             layout = self.scatter_layout(name)
             if layout is not None:
                 pieces = [self.gathered_part(name, layout, other, device) for other in self.devices]
@@ -400,7 +400,7 @@ class ExchangeWriter:
         self.count("reduce-scatter", name)
         part_bytes = self.bytes(name, layout, device)
         pieces = self.cut_for(name, PARTIAL, layout)[device]
-        if self.costs.scatters_by_host(layout, self.facts.bytes(name)):
+        if self.costs.takes_two_rounds(PARTIAL, layout, self.facts.bytes(name)):
             # Each host adds up its summands where they are to leave from, in the order of the hosts.
             relays = [(host, self.find_relay(device, host[0])) for host in self.costs.hosts]
             pieces = [

@@ -21,6 +21,7 @@ from onnxplace.passes.sharding.rules.layouts import PARTIAL, REPLICATED, Layout
 from onnxplace.passes.sharding.space.node_strategies import NodeStrategy
 from onnxplace.passes.sharding.space.sharding_costs import WorkCosts
 from onnxplace.passes.sharding.space.strategy_space import StrategySpace
+from onnxplace.utils.groups import group_pairs
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,8 @@ class GroupChoice(GroupProblem):
     def list_alternatives(self, node: str, value: str = "") -> tuple[LayoutAlternative, ...]:
         """Return the layouts of a node, or of a value that it makes or reads: first the kept one, then by seconds."""
         index = next(index for index, item in enumerate(self._model.nodes) if item.name == node)
-        numbers = dict[str, list[int]]()
-        for number, strategy in enumerate(self.space.strategies[index]):
-            numbers.setdefault(self._name_layout(index, strategy, value), []).append(number)
+        strategies = enumerate(self.space.strategies[index])
+        numbers = group_pairs((self._name_layout(index, strategy, value), number) for number, strategy in strategies)
         kept = self._name_layout(index, self.choice.strategies[index], value)
         seconds = self.choice.seconds
         others = [self._compare(index, layout, own) for layout, own in numbers.items() if layout != kept]

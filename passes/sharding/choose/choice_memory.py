@@ -55,10 +55,6 @@ class ChoiceMemory:
         self._scales = [self.limit / max(limit, 1) for limit in limit_bytes]
         self._space, self._facts = space, space.facts
         self._sizes, self._options, self._wants = sizes, options, wants
-        self._readers: dict[str, list[int]] = {}
-        for index, reads in enumerate(self._facts.model.reads):
-            for name in reads:
-                self._readers.setdefault(name, []).append(index)
         self._shares: dict[Layout, float] = {}
         self.sizes: list[int] = []
         """Number of choices of further variables: the layouts in which a weight of several readers is held."""
@@ -87,7 +83,7 @@ class ChoiceMemory:
 
     def _weights(self) -> Iterator[Holding]:
         facts = self._facts
-        for name, users in self._readers.items():
+        for name, users in facts.model.readers.items():
             if name not in facts.is_weight:
                 continue
             wants = [self._wants(index, name) for index in users]
@@ -176,8 +172,8 @@ class ChoiceMemory:
             position = list(self._facts.model.nodes[producer].output).index(name)
             layouts = [strategy.outputs[position] for strategy in self._space.strategies[producer]]
             yield Holding(producer, begin, end, np.array([own * self.share(layout) for layout in layouts]))
-        elif name in self._readers:
-            reader = self._readers[name][0]
+        elif name in self._facts.model.readers:
+            reader = self._facts.model.readers[name][0]
             yield Holding(reader, begin, end, np.full(self._sizes[reader], float(own * self.share(REPLICATED))))
 
     # --- what a node cuts off ---

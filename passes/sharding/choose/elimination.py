@@ -20,6 +20,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from onnxplace.utils.groups import group_pairs
+
 CostTable = NDArray[np.float64]
 
 # Sums of costs have this many bits; those of 64-bit floats have 53. The rest leaves room for the large entries that
@@ -336,10 +338,7 @@ def improve_windows(
     sizes: Sequence[int], factors: Sequence[Factor], values: list[int], max_entries: int, sweeps: int
 ) -> None:
     """Improve windows of variables that are next to each other, the others fixed; change `values`."""
-    factors_of: dict[int, list[int]] = {}
-    for index, factor in enumerate(factors):
-        for variable in factor.scope:
-            factors_of.setdefault(variable, []).append(index)
+    factors_of = group_pairs((variable, index) for index, factor in enumerate(factors) for variable in factor.scope)
     # A variable stays next to the first one that it shares a table with: a value next to the node that makes it.
     order = sorted(factors_of, key=lambda item: (min(factors[index].scope[0] for index in factors_of[item]), item))
     windows = [order[start : start + width] for width in _WINDOW_WIDTHS for start in range(0, len(order), width // 2)]

@@ -120,19 +120,15 @@ class ChoiceNetwork:
 
     def _add_values(self) -> None:
         model, weights = self._model, self._facts.is_weight
-        readers: dict[str, list[int]] = defaultdict(list)
-        for index, reads in enumerate(model.reads):
-            for name in reads:
-                readers[name].append(index)
         # The layout of a carried state is a variable, which its producer and its readers share: the state
         # stays where it is between two calls.
         for name in model.states:
-            layouts = self._list_state_layouts(name, readers[name])
+            layouts = self._list_state_layouts(name)
             self._state_layouts[name] = self._new_variable(len(layouts)), layouts
         # Inputs arrive whole.
         for name in (value.name for value in model.inputs if value.name not in weights):
             variable, layouts = self._state_layouts.get(name, (None, [REPLICATED]))
-            self._add_value(name, variable, layouts, readers[name], False, None)
+            self._add_value(name, variable, layouts, False, None)
         returned = {model.sources.get(output.name, output.name) for output in model.outputs}
         state_of_output = {model.sources.get(out, out): name for name, out in model.states.items()}
         for index, node in enumerate(model.nodes):
@@ -140,10 +136,11 @@ class ChoiceNetwork:
                 if name:
                     produced = [strategy.outputs[position] or REPLICATED for strategy in self.space.strategies[index]]
                     state = state_of_output.get(name)
-                    self._add_value(name, index, produced, readers[name], name in returned and state is None, state)
+                    self._add_value(name, index, produced, name in returned and state is None, state)
 
-    def _list_state_layouts(self, name: str, readers: Sequence[int]) -> list[Layout]:
+    def _list_state_layouts(self, name: str) -> list[Layout]:
         """Return the layouts that a state may have: whole, and those in which some node can read it."""
+        readers = self._model.readers.get(name, ())
         wants = {layout for index in readers for want in self.wants(index, name) for layout in want}
         return [
             REPLICATED,
@@ -156,29 +153,21 @@ class ChoiceNetwork:
         positions = tuple([position for position, item in enumerate(operands) if item == name])
         # Equal nodes share one list of strategies, so its identity stands for them.
         key = id(options), positions
-        if key in self._wants_cache:
-            return self._wants_cache[key]
-        result = []
-        for strategy in options:
-            layouts = [strategy.inputs[position] or REPLICATED for position in positions]
-            result.append(tuple(dict.fromkeys(layouts)))
-        self._wants_cache[key] = result
-        return result
+        if key not in self._wants_cache:
+            self._wants_cache[key] = [
+                tuple(dict.fromkeys(strategy.inputs[position] or REPLICATED for position in positions))
+                for strategy in options
+            ]
+        return self._wants_cache[key]
 
     def _add_value(
-        self,
-        name: str,
-        producer: int | None,
-        produced: Sequence[Layout],
-        readers: Sequence[int],
-        is_output: bool,
-        state: str | None,
+        self, name: str, producer: int | None, produced: Sequence[Layout], is_output: bool, state: str | None
     ) -> None:
         """Add the tables of a value: what its layouts cost its producer, and each of its readers.
 
         A producer without a choice (an input of the model) has no variable.
         """
-        users: list[tuple[int, list[tuple[Layout, ...]]]] = [(index, self.wants(index, name)) for index in readers]
+        users = [(index, self.wants(index, name)) for index in self._model.readers.get(name, ())]
         if state is not None:
             variable, layouts = self._state_layouts[state]
             users.append((variable, [(layout,) for layout in layouts]))

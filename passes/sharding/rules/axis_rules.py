@@ -21,7 +21,10 @@ Effect = Literal["map", "sum", "mean"]
 
 @dataclass(frozen=True)
 class AxisRule:
-    """Axes that are split together, all at the same fractions; inputs that are not named are replicated."""
+    """Axes that are split together, all at the same fractions; inputs that are not named are replicated.
+
+    Axes of size 1 may be named: `Division.split` refuses them.
+    """
 
     inputs: Mapping[int, int]
     """Input position -> axis."""
@@ -99,14 +102,10 @@ def split_same(
     outputs: Iterable[int] | None = None,
     edit: Edit | None = None,
 ) -> list[AxisRule]:
-    """Return a rule per axis, which is the same in all these inputs and outputs; axes of size 1 have none."""
+    """Return a rule per axis, which is the same in all these inputs and outputs."""
     positions = view.present_outputs() if outputs is None else list(outputs)
     named = [position for position in inputs if view.has(position)]
-    return [
-        AxisRule(dict.fromkeys(named, axis), dict.fromkeys(positions, axis), edit=edit)
-        for axis in axes
-        if view.shape(named[0])[axis] > 1
-    ]
+    return [AxisRule(dict.fromkeys(named, axis), dict.fromkeys(positions, axis), edit=edit) for axis in axes]
 
 
 def all_but_axis(default: int, name: str = "axis") -> Rule:
@@ -141,8 +140,7 @@ def elementwise(view: NodeView) -> list[AxisRule]:
     positions, outputs = range(len(view.inputs)), view.present_outputs()
     return [
         AxisRule(aligned_axes(view, axis, positions), dict.fromkeys(outputs, axis))
-        for axis, size in enumerate(view.result())
-        if size > 1
+        for axis in range(len(view.result()))
     ]
 
 

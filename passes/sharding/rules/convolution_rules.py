@@ -143,10 +143,8 @@ CONVOLUTIONS: dict[tuple[str, str], Rule] = {
     ("com.microsoft", "QLinearGlobalAveragePool"): quantised_pool,
     ("", "MaxPool"): max_pool,
     ("", "AveragePool"): average_pool,
-    ("", "LpPool"): pool,
+    **{("", op): pool for op in ["LpPool", "GlobalMaxPool", "GlobalLpPool"]},
     ("", "GlobalAveragePool"): global_average,
-    ("", "GlobalMaxPool"): pool,
-    ("", "GlobalLpPool"): pool,
     ("", "RoiAlign"): signature_rule("-c--,r-,r->rc--", "rc"),  # regions, with the index of the image of each
     ("", "GridSample"): grid_sample,
     ("", "LRN"): local_response,

@@ -55,9 +55,7 @@ def quantise(view: NodeView) -> list[AxisRule]:
         return []
     per_index = {position: 0 for position in scales if view.rank(position) == 1 and view.shape(position)[0] > 1}
     return [
-        AxisRule({0: axis, **(per_index if axis == axis_of_scales else {})}, {0: axis})
-        for axis, size in enumerate(shape)
-        if size > 1
+        AxisRule({0: axis, **(per_index if axis == axis_of_scales else {})}, {0: axis}) for axis in range(len(shape))
     ]
 
 

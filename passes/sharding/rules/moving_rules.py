@@ -62,8 +62,6 @@ def pad(view: NodeView) -> list[AxisRule]:
     if view.opset < 11:
         widths, axes = list(view.attribute("pads", ())), list(range(view.rank()))
     else:
-        if 1 not in view.constants or (view.has(3) and 3 not in view.constants):
-            return []
         widths = view.constants[1].reshape(-1).tolist()
         axes = view.constants[3].reshape(-1).tolist() if view.has(3) else list(range(view.rank()))
     padded = {
@@ -90,10 +88,8 @@ def expand(view: NodeView) -> list[AxisRule]:
         local.override_entry(1, len(result) - view.shape(1)[0], layout.axis, local.out_shape()[layout.axis])
 
     rules = []
-    for axis, size in enumerate(result):
+    for axis in range(len(result)):
         position = axis - (len(result) - view.shape(1)[0])
-        if size <= 1:
-            continue
         inputs = aligned_axes(view, axis, (0,))
         # An axis that the target does not name keeps the size of the part by itself.
         rules.append(AxisRule(inputs, {0: axis}, edit=set_target if position >= 0 else None))
@@ -120,8 +116,6 @@ def _resize_by_scales(view: NodeView) -> list[AxisRule]:
     scales = view.attribute("scales")
     if scales is None:
         position = 1 if view.op == "Upsample" or view.opset < 11 else 2
-        if position not in view.constants:
-            return []
         scales = view.constants[position].reshape(-1).tolist()
     named = _resized_axes(view, len(scales))
     resized = {axis for axis, scale in zip(named, scales) if scale != 1.0}
@@ -197,12 +191,9 @@ def gather(view: NodeView) -> list[AxisRule]:
     """Gather: the other axes of the data, and the axes of the indices."""
     axis, index_rank = view.axis(0), view.rank(1)
     rules = [
-        AxisRule({0: other}, {0: other if other < axis else other + index_rank - 1})
-        for other in other_axes(view, axis)
-        if view.shape(0)[other] > 1
+        AxisRule({0: other}, {0: other if other < axis else other + index_rank - 1}) for other in other_axes(view, axis)
     ]
-    rules += [AxisRule({1: own}, {0: axis + own}) for own in range(index_rank) if view.shape(1)[own] > 1]
-    return rules
+    return [*rules, *(AxisRule({1: own}, {0: axis + own}) for own in range(index_rank))]
 
 
 def gather_elements(view: NodeView) -> list[AxisRule]:

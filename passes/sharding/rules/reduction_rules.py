@@ -61,11 +61,7 @@ def skip_normalization(view: NodeView) -> list[AxisRule]:
         return []
     if view.shape(1)[first - rank :] != view.shape(0)[first:]:
         return []
-    return [
-        AxisRule(aligned_axes(view, axis, (0, 1)), dict.fromkeys(outputs, axis))
-        for axis in range(view.rank() - 1)
-        if view.shape(0)[axis] > 1
-    ]
+    return [AxisRule(aligned_axes(view, axis, (0, 1)), dict.fromkeys(outputs, axis)) for axis in range(view.rank() - 1)]
 
 
 def softmax(view: NodeView) -> list[AxisRule]:
@@ -80,26 +76,18 @@ def arg_extreme(view: NodeView) -> list[AxisRule]:
     axis = view.axis(0)
     if view.attribute("keepdims", 1):
         return split_same(view, other_axes(view, axis))
-    return [
-        AxisRule({0: other}, {0: other - (other > axis)})
-        for other in other_axes(view, axis)
-        if view.shape(0)[other] > 1
-    ]
+    return [AxisRule({0: other}, {0: other - (other > axis)}) for other in other_axes(view, axis)]
 
 
 def cumulative(view: NodeView) -> list[AxisRule]:
     """CumSum and CumProd along a constant axis: every other axis."""
-    if 1 not in view.constants:
-        return []
     return split_same(view, other_axes(view, int(view.constants[1].reshape(-1)[0])))
 
 
-def _reduced_axes(view: NodeView) -> set[int] | None:
-    """Return the axes that a reduction reduces, None if they are computed."""
+def _reduced_axes(view: NodeView) -> set[int]:
+    """Return the axes that a reduction reduces; raises LookupError if they are computed."""
     axes = view.attribute("axes")
     if axes is None and view.has(1):
-        if 1 not in view.constants:
-            return None
         axes = view.constants[1].reshape(-1).tolist()
     if axes is None or not len(axes):
         return set() if view.attribute("noop_with_empty_axes", 0) else set(range(view.rank()))
@@ -110,19 +98,13 @@ def _reduction(effect: Effect | None) -> Rule:
     """Return the rule of a reduction; `effect` is that of a split reduced axis, None if it stays whole."""
 
     def rule(view: NodeView) -> list[AxisRule]:
-        reduced = _reduced_axes(view)
-        if reduced is None:
-            return []
-        keeps_axes, rules, position = view.attribute("keepdims", 1), [], 0
-        for axis, size in enumerate(view.shape(0)):
-            if axis in reduced:
-                if effect and size > 1:
-                    rules.append(AxisRule({0: axis}, {}, effect))
-                position += 1 if keeps_axes else 0
-            else:
-                if size > 1:
-                    rules.append(AxisRule({0: axis}, {0: position}))
-                position += 1
+        reduced, keeps_axes, rules, position = _reduced_axes(view), view.attribute("keepdims", 1), [], 0
+        for axis in range(view.rank()):
+            if axis not in reduced:
+                rules.append(AxisRule({0: axis}, {0: position}))
+            elif effect:
+                rules.append(AxisRule({0: axis}, {}, effect))
+            position += 1 if keeps_axes or axis not in reduced else 0
         return rules
 
     return rule
@@ -149,9 +131,7 @@ REDUCTIONS: dict[tuple[str, str], Rule] = {
     ("com.microsoft", "EmbedLayerNormalization"): signature_rule("b*,b*,,,,,,b*,b*->b*,b*,b*", "b"),
     ("com.microsoft", "QEmbedLayerNormalization"): signature_rule("b*,b*,,,,,,b*->b*,b*,b*", "b"),
     ("com.microsoft", "QLinearSoftmax"): softmax,
-    ("", "Softmax"): softmax,
-    ("", "LogSoftmax"): softmax,
-    ("", "Hardmax"): softmax,
+    **{("", op): softmax for op in ["Softmax", "LogSoftmax", "Hardmax"]},
     ("", "TopK"): all_but_axis(-1),
     ("", "ArgMax"): arg_extreme,
     ("", "ArgMin"): arg_extreme,
@@ -159,10 +139,8 @@ REDUCTIONS: dict[tuple[str, str], Rule] = {
     ("", "CumProd"): cumulative,
     ("", "DFT"): fourier_transform,
     ("", "STFT"): signature_rule("b--,,,->b---", "b"),
-    ("", "ReduceSum"): _reduction("sum"),
+    **{("", op): _reduction("sum") for op in ["ReduceSum", "ReduceSumSquare", "ReduceL1"]},
     ("", "ReduceMean"): _reduction("mean"),
-    ("", "ReduceSumSquare"): _reduction("sum"),
-    ("", "ReduceL1"): _reduction("sum"),
     **{("", op): _reduction(None) for op in ["ReduceMax", "ReduceMin", "ReduceProd", "ReduceL2", "ReduceLogSum"]},
     ("", "ReduceLogSumExp"): _reduction(None),
 }

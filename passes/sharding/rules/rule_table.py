@@ -23,7 +23,7 @@ RULES: dict[tuple[str, str], Rule] = {
 
 
 def list_axis_rules(view: NodeView) -> list[AxisRule]:
-    """Return the axis rules of a node; none for an operator without rules, or with omitted inputs."""
+    """Return the axis rules of a node; none without a rule, or if an input is omitted or computed that it needs."""
     rule = RULES.get((view.node.domain if view.node.domain != "ai.onnx" else "", view.op))
     if rule is None:
         return []

@@ -29,6 +29,9 @@ Layouts = tuple[Layout | None, ...]
 Cut = tuple[int, int, tuple[Rows, ...], tuple[Rows, ...]]
 """All of a split layout but its axis."""
 Cuts = frozenset[Cut]
+# By side ("in", "out"), position and axis; and by side and position, for each axis, whether it may be cut.
+CutsByAxis = Mapping[tuple[str, int, int], Cuts]
+FreeAxes = Mapping[tuple[str, int], tuple[bool, ...]]
 _AxisSizes = dict[tuple[str, int], tuple[int, int, int]]
 # By side ("in", "out") and position: the axis that is cut, its size, and how many tensors are fused in it.
 
@@ -183,12 +186,7 @@ class StrategyTable:
         """Return the strategy that computes a node on every device."""
         return NodeStrategy(_lay_out(view.inputs), _lay_out(view.outputs))
 
-    def list(
-        self,
-        view: NodeView,
-        cuts: Mapping[tuple[str, int, int], Cuts],
-        free: Mapping[tuple[str, int], tuple[bool, ...]],
-    ) -> list[NodeStrategy]:
+    def list(self, view: NodeView, cuts: CutsByAxis, free: FreeAxes) -> list[NodeStrategy]:
         """Return the strategies of a node: first the whole one, then the split ones without duplicates.
 
         Args:
@@ -203,7 +201,7 @@ class StrategyTable:
                 distinct.setdefault((strategy.inputs, strategy.outputs), strategy)
         return [*distinct.values()]
 
-    def _is_allowed(self, strategy: NodeStrategy, free: Mapping[tuple[str, int], tuple[bool, ...]]) -> bool:
+    def _is_allowed(self, strategy: NodeStrategy, free: FreeAxes) -> bool:
         for side, layouts in (("in", strategy.inputs), ("out", strategy.outputs)):
             for position, layout in enumerate(layouts):
                 if layout is None or not layout.is_split:
@@ -215,12 +213,7 @@ class StrategyTable:
                     return False
         return True
 
-    def _split_strategies(
-        self,
-        view: NodeView,
-        cuts: Mapping[tuple[str, int, int], Cuts],
-        free: Mapping[tuple[str, int], tuple[bool, ...]],
-    ) -> Iterator[NodeStrategy]:
+    def _split_strategies(self, view: NodeView, cuts: CutsByAxis, free: FreeAxes) -> Iterator[NodeStrategy]:
         if view.node.op_type == "Shape" and view.node.domain == "":
             for layout in self._layouts("in", view.shape(0), cuts):
                 if not layout.is_in_runs:
@@ -240,9 +233,7 @@ class StrategyTable:
                 yield NodeStrategy((source, *_lay_out(view.inputs[1:])), (result,), edit=edit)
         yield from self._partials(view)
 
-    def _by_rule(
-        self, view: NodeView, rule: AxisRule, cuts: Mapping[tuple[str, int, int], Cuts]
-    ) -> Iterator[NodeStrategy]:
+    def _by_rule(self, view: NodeView, rule: AxisRule, cuts: CutsByAxis) -> Iterator[NodeStrategy]:
         """Yield the strategies of an axis rule, one per cut that some of its axes may have."""
         sizes = self._list_sizes(view, rule)
         # A rule that asks for sums of parts needs a type that they can be added up in.
@@ -296,9 +287,7 @@ class StrategyTable:
     def _can_sum(self, view: NodeView, types: frozenset[int]) -> bool:
         return view.opset >= _MIN_SUM_OPSET and all(kind in types for kind in view.element_types)
 
-    def _reshapes(
-        self, view: NodeView, cuts: Mapping[tuple[str, int, int], Cuts], fixed: Sequence[bool]
-    ) -> Iterator[NodeStrategy]:
+    def _reshapes(self, view: NodeView, cuts: CutsByAxis, fixed: Sequence[bool]) -> Iterator[NodeStrategy]:
         source, result = view.shape(0), view.result()
         pairs: set[tuple[Layout, Layout]] = set()
         for layout in self._layouts("in", source, cuts):
@@ -312,16 +301,14 @@ class StrategyTable:
                 edit = set_reshape_target(before) if view.op == "Reshape" else None
                 yield NodeStrategy((before, *_lay_out(view.inputs[1:])), (after,), edit=edit)
 
-    def _layouts(
-        self, side: str, shape: tuple[int, ...], cuts: Mapping[tuple[str, int, int], Cuts]
-    ) -> Iterator[Layout]:
+    def _layouts(self, side: str, shape: tuple[int, ...], cuts: CutsByAxis) -> Iterator[Layout]:
         """Yield the split layouts that the first input or output may have."""
         for axis, size in enumerate(shape):
             for outer, blocks, rows, _ in sorted(cuts.get((side, 0, axis), frozenset())):
                 if not rows and (layout := self.division.split(axis, size, outer, blocks)) is not None:
                     yield layout
 
-    def _own_axis(self, view: NodeView, cuts: Mapping[tuple[str, int, int], Cuts]) -> Iterator[NodeStrategy]:
+    def _own_axis(self, view: NodeView, cuts: CutsByAxis) -> Iterator[NodeStrategy]:
         """Yield strategies that split every part of a Split or Concat along its own axis."""
         equal = equal_parts(view)
         if equal is None:
@@ -368,9 +355,7 @@ class StrategyTable:
             yield NodeStrategy((REPLICATED, PARTIAL), outputs, only_first=0)
 
 
-def _list_cuts(
-    view: NodeView, rule: AxisRule, sizes: _AxisSizes, cuts: Mapping[tuple[str, int, int], Cuts]
-) -> list[Cut]:
+def _list_cuts(view: NodeView, rule: AxisRule, sizes: _AxisSizes, cuts: CutsByAxis) -> list[Cut]:
     """Return the cuts that some axes of a rule may have, and all of them can follow."""
     options: set[Cut] = {(1, rule.units, (), ())} if rule.units and sizes else set()
     # Summands of rows that two devices have would count twice, and invalid integers could divide by zero.

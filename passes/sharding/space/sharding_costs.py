@@ -128,17 +128,13 @@ class ExchangeCosts:
         direct = self._send(size_bytes, self._operator_seconds((self.count + 1) * size_bytes))
         return self._shorter(direct, self._two_step_sum(size_bytes)) if self.count > 2 else direct
 
-    def sums_in_two_steps(self, size_bytes: int) -> bool:
-        """Return whether an all-reduce is shorter as reduce-scatter and all-gather."""
-        return self.phases(PARTIAL, REPLICATED, size_bytes).rounds == 2
+    def takes_two_rounds(self, source: Layout, result: Layout, size_bytes: int) -> bool:
+        """Return whether an exchange is shorter in two rounds.
 
-    def gathers_by_host(self, source: Layout, size_bytes: int) -> bool:
-        """Return whether an all-gather is shorter if each part crosses to another host once."""
-        return self.phases(source, REPLICATED, size_bytes).rounds == 2
-
-    def scatters_by_host(self, result: Layout, size_bytes: int) -> bool:
-        """Return whether a reduce-scatter is shorter if each host adds up its summands first."""
-        return self.phases(PARTIAL, result, size_bytes).rounds == 2
+        An all-reduce is then reduce-scatter and all-gather. In an all-gather, each part crosses to another host once;
+        in a reduce-scatter, each host adds up its summands first.
+        """
+        return self.phases(source, result, size_bytes).rounds == 2
 
     def _shorter(self, direct: ExchangePhases, in_two_rounds: ExchangePhases) -> ExchangePhases:
         return min(direct, in_two_rounds, key=lambda phases: phases.seconds(self.segment_seconds))

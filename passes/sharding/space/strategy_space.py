@@ -9,7 +9,7 @@ values, and each layout that a strategy gives a value may add a cut there, upon 
 from __future__ import annotations
 
 import re
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -31,6 +31,7 @@ from onnxplace.passes.sharding.space.node_strategies import (
 from onnxplace.passes.sharding.space.subgraph_strategies import list_subgraph_strategies
 from onnxplace.passes.sharding.space.tensor_facts import TensorFacts
 from onnxplace.utils.files import parse_json, read_json
+from onnxplace.utils.groups import group_pairs
 
 # More cuts of one axis would only slow the choice down.
 _MAX_CUTS = 6
@@ -97,11 +98,10 @@ class _Spreader:
         ]
         self._kinds = self._number_kinds()
         self._cuts = {name: self._first_cuts(name) for name in facts.shapes}
-        self._users: dict[str, list[int]] = defaultdict(list)
-        for index, node in enumerate(nodes):
-            if self._views[index] is not None:
-                for name in dict.fromkeys((*node.input, *node.output)):
-                    self._users[name].append(index)
+        used = [(index, node) for index, node in enumerate(nodes) if self._views[index] is not None]
+        self._users = group_pairs(
+            (name, index) for index, node in used for name in dict.fromkeys((*node.input, *node.output))
+        )
         given = facts.is_weight | facts.model.input_names
         self._given = [tuple(name in given for name in node.input) for node in nodes]
         self._cache: dict[object, Sequence[NodeStrategy]] = {}
@@ -217,7 +217,7 @@ class _Spreader:
         for strategy in strategies:
             for name, layout in zip(names, (*strategy.inputs, *strategy.outputs)):
                 if layout is not None and layout.is_split and self._add(name, layout):
-                    touched += self._users[name]
+                    touched += self._users.get(name, ())
         return touched
 
     def _add(self, name: str, layout: Layout) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from onnx import GraphProto, TensorProto, ValueInfoProto, helper
+from onnx import GraphProto, TensorProto, helper
 
 from onnxplace.model.model import Model
 from onnxplace.model.nested_graphs import captured_names, is_tensor_constant, iterate_subgraphs
@@ -91,7 +91,7 @@ def build_subgraph_model(
         name = model.operands[index][position]
         if name not in sizes or not types.get(name, 0):
             return None
-        if inner == name and name in model.initializers and not model.overridable(name):
+        if inner == name and name in model.constants:
             weights[name] = model.initializers[name]
         else:
             inputs[inner] = types[name], [size for at, size in enumerate(sizes[name]) if at != axis]
@@ -104,19 +104,12 @@ def build_subgraph_model(
         nodes=tuple(node for node in subgraph.graph.node if not is_tensor_constant(node)),
         initializers=MappingProxyType(weights),
         inputs=tuple(helper.make_tensor_value_info(name, *kind) for name, kind in inputs.items()),
-        outputs=tuple(_without_shape(value) for value in subgraph.graph.output),
+        outputs=tuple(subgraph.graph.output),
         sources=MappingProxyType({}),
         states=MappingProxyType({}),
         samples=MappingProxyType({}),
         dimensions=MappingProxyType(dict(dimensions)),
     )
-
-
-def _without_shape(value: ValueInfoProto) -> ValueInfoProto:
-    result = ValueInfoProto()
-    result.CopyFrom(value)
-    result.type.tensor_type.ClearField("shape")
-    return result
 
 
 def is_steady(subgraph: Subgraph, shapes: Mapping[str, Shape]) -> bool:

@@ -16,7 +16,7 @@ from onnxplace.errors import OnnxplaceError
 from onnxplace.feeds.dimensions import complete_dimensions, symbols_of_dimension
 from onnxplace.model.model import Model, find_misjudged_values
 from onnxplace.model.nested_graphs import has_subgraphs
-from onnxplace.model.tensors import packed_size, read_shape_entries
+from onnxplace.model.tensors import is_known_shape, packed_size, read_shape_entries
 from onnxplace.passes.sharding.rules.node_views import NodeView, Shape
 from onnxplace.passes.sharding.space.known_shapes import infer_all_shapes, infer_with_runtime
 
@@ -64,15 +64,10 @@ class TensorFacts:
         # Nothing is cut by rules at size 0, but an axis that is empty there varies.
         empty = [_infer_at(model, dict.fromkeys(drawn[0], 0))] if drawn else []
         fixed = _find_fixed_axes(model, shapes, drawn, [*others, *empty])
-        types = dict(infer_with_runtime(model, model.input_shapes()).types)
-        types |= {
-            name: kind.tensor_type.elem_type for name, kind in model.types.items() if kind.HasField("tensor_type")
-        }
-        for name, tensor in model.initializers.items():
-            if not model.overridable(name):
-                shapes[name] = tuple(tensor.dims)
-                fixed[name] = (True,) * len(tensor.dims)
-                types[name] = tensor.data_type
+        types = {**infer_with_runtime(model, model.input_shapes()).types, **model.element_types}
+        for name, tensor in model.constants.items():
+            shapes[name] = tuple(tensor.dims)
+            fixed[name] = (True,) * len(tensor.dims)
         constants = read_constants(model)
         return TensorFacts(model, shapes, fixed, types, constants, others, _read_entries(model, shapes, constants))
 
@@ -88,7 +83,7 @@ class TensorFacts:
     @cached_property
     def is_weight(self) -> frozenset[str]:
         """Return the initializers that the caller cannot override."""
-        return frozenset(name for name in self.model.initializers if not self.model.overridable(name))
+        return frozenset(self.model.constants)
 
     def bytes(self, name: str) -> int:
         """Return the bytes of a value, 0 for an unknown size."""
@@ -142,9 +137,7 @@ def read_constants(model: Model) -> dict[str, NDArray[Any]]:
     constants = {}
     scales = {name for node in model.nodes if node.op_type in ("Resize", "Upsample") for name in node.input[1:3]}
     factors = {name for node in model.nodes if node.op_type in ("Mul", "Div") for name in node.input}
-    for name, tensor in model.initializers.items():
-        if model.overridable(name):
-            continue
+    for name, tensor in model.constants.items():
         count = math.prod(tensor.dims)
         is_small = count <= _MAX_CONSTANT_ELEMENTS
         is_read = tensor.data_type in (TensorProto.INT64, TensorProto.INT32) or name in scales
@@ -171,8 +164,7 @@ def _read_entries(
 
 
 def _has_fixed_inputs(model: Model) -> bool:
-    entries = [read_shape_entries(value.type) for value in model.inputs]
-    return all(sizes is not None and all(isinstance(size, int) for size in sizes) for sizes in entries)
+    return all(is_known_shape(read_shape_entries(value.type)) for value in model.inputs)
 
 
 def _find_fixed_axes(

@@ -64,9 +64,9 @@ def test_exchanges_are_ordered_by_what_they_send(count: int) -> None:
 
 
 def test_large_sums_of_many_devices_take_two_steps() -> None:
-    assert make_costs(8).sums_in_two_steps(10**7)
-    assert not make_costs(8).sums_in_two_steps(100)
-    assert not make_costs(2).sums_in_two_steps(10**9)
+    assert make_costs(8).takes_two_rounds(PARTIAL, REPLICATED, 10**7)
+    assert not make_costs(8).takes_two_rounds(PARTIAL, REPLICATED, 100)
+    assert not make_costs(2).takes_two_rounds(PARTIAL, REPLICATED, 10**9)
 
 
 def test_rows_that_are_missing_cost_an_exchange() -> None:
@@ -117,11 +117,11 @@ def test_parts_cross_between_hosts_once_where_that_is_shorter() -> None:
     target = Target(devices, links)
     costs = ExchangeCosts.of(target, range(8), copy_bytes_per_second=1e12, kernel_seconds=1e-6)
     assert costs.hosts == ((0, 1, 2, 3), (4, 5, 6, 7))
-    assert costs.gathers_by_host(ROWS, 10**7)
-    assert costs.scatters_by_host(ROWS, 10**7)
+    assert costs.takes_two_rounds(ROWS, REPLICATED, 10**7)
+    assert costs.takes_two_rounds(PARTIAL, ROWS, 10**7)
     # As many devices on each host, or parts have no place there.
     uneven = ExchangeCosts.of(target, range(7), copy_bytes_per_second=1e12, kernel_seconds=1e-6)
     assert uneven.hosts == ()
     one_host = ExchangeCosts.of(target, range(4), copy_bytes_per_second=1e12, kernel_seconds=1e-6)
-    assert not one_host.gathers_by_host(ROWS, 10**7)
+    assert not one_host.takes_two_rounds(ROWS, REPLICATED, 10**7)
     assert costs.seconds(ROWS, REPLICATED, 10**7) < uneven.seconds(ROWS, REPLICATED, 10**7)

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 from onnx import helper
 
+from onnxplace.model.model import Model
 from onnxplace.passes.sharding.apply.derived_facts import _find_partners
 from onnxplace.passes.sharding.apply.exchanges import NodeOrigin
 
@@ -12,6 +13,7 @@ def find_partners(*nodes):
     """Return the partners of nodes, given as operator, inputs, outputs, device and source."""
     protos = [helper.make_node(op, inputs, outputs) for op, inputs, outputs, *_ in nodes]
     model = SimpleNamespace(nodes=protos, reads=[[name for name in node.input if name] for node in protos])
+    model.readers = Model.readers.func(model)
     origins = [NodeOrigin(device, source) for *_, device, source in nodes]
     return _find_partners(SimpleNamespace(model=model, origins=origins))
 
