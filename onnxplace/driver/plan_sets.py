@@ -13,13 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from onnxplace.bundle.bundle import SEGMENTS_FOLDER, Bundle
-from onnxplace.bundle.manifest import InputRecord, Manifest, SizeRecord
+from onnxplace.bundle.manifest import DeviceRecord, InputRecord, Manifest, SizeRecord
 from onnxplace.driver.join_plans import join_plans
+from onnxplace.driver.other_sizes import predict_elsewhere, predict_move_seconds
 from onnxplace.driver.sources import SizedModel
 from onnxplace.driver.trials import Compiled
 from onnxplace.errors import Diagnostic, InfeasibleError, OnnxplaceError
@@ -27,6 +28,7 @@ from onnxplace.feeds.dimensions import drop_derived_sizes
 from onnxplace.graph.op_graph import Floats
 from onnxplace.measure.trial import find_trial_obstacle, replace_manifest, run_trials
 from onnxplace.model.lowering import bind
+from onnxplace.target.target import Pool
 from onnxplace.utils.quantities import format_milliseconds
 
 # A further plan has to make the step of some size shorter by more than this, or it is not worth opening.
@@ -35,8 +37,6 @@ MIN_PLAN_GAIN = 0.04
 MAX_HALVINGS = 3
 # More sizes, each of which is compiled, are a mistake.
 MAX_SIZES = 32
-# States that move between plans pass through the host's memory, read and written.
-MOVED_BYTES_PER_SECOND = 2e9
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def choose_plans(
     most: int,
     fits: Callable[[Sequence[int]], bool],
     *,
-    move_seconds: float = 0.0,
+    move_seconds: Floats | float = 0.0,
     is_worst_ratio: bool = False,
 ) -> tuple[int, ...]:
     """Return the plans that a bundle gets, by index: few, and nearly as fast as any `most` of them.
@@ -71,7 +71,7 @@ def choose_plans(
         weights: How often each size is.
         most: The largest number of plans.
         fits: Whether the memory of the devices holds some plans together.
-        move_seconds: What it takes to move states from one plan to another.
+        move_seconds: What it takes to move states from one plan to another [plan, plan], or between any two.
         is_worst_ratio: Whether the largest ratio to the best step of a size counts, instead of the weighted step.
 
     Raises InfeasibleError if no set of plans takes all sizes.
@@ -79,6 +79,20 @@ def choose_plans(
     >>> choose_plans(np.array([[1.0, 96.0], [2.0, 69.0]]), np.ones(2), 3, lambda plans: True)
     (0, 1)
     """
+    moves = np.broadcast_to(move_seconds, (len(steps),) * 2)
+    return choose_set(list_sets(steps, weights, most, fits, moves, is_worst_ratio=is_worst_ratio)).plans
+
+
+def list_sets(
+    steps: Floats,
+    weights: Floats,
+    most: int,
+    fits: Callable[[Sequence[int]], bool],
+    move_seconds: Floats,
+    *,
+    is_worst_ratio: bool = False,
+) -> list[PlanSet]:
+    """Return all sets of plans that fit and take all sizes, as `choose_plans` compares them."""
     sets = [
         PlanSet.of(plans, steps, weights, is_worst_ratio=is_worst_ratio)
         for count in range(1, min(most, len(steps)) + 1)
@@ -86,22 +100,30 @@ def choose_plans(
         if fits(plans)
     ]
     # A switch comes with a request of the rarer kind; the time of a move is part of its step.
-    moves = [
-        replace(
-            item, loss=item.loss + (0.0 if is_worst_ratio else move_seconds * _count_switches(item, steps, weights))
-        )
+    lasting = 0.0 if is_worst_ratio else 1.0
+    return [
+        replace(item, loss=item.loss + lasting * find_move(item, move_seconds) * _count_switches(item, steps, weights))
         for item in sets
         if np.isfinite(item.seconds).all()
     ]
-    if not moves:
+
+
+def find_move(item: PlanSet, move_seconds: Floats) -> float:
+    """Return the longest move of states between two plans of a set; 0 for one plan."""
+    return max((float(move_seconds[pair]) for pair in combinations(item.plans, 2)), default=0.0)
+
+
+def choose_set(sets: Sequence[PlanSet]) -> PlanSet:
+    """Return the smallest set that is nearly as good as any; raises InfeasibleError if there is none."""
+    if not sets:
         message = "no plans take all sizes together within the memory of the devices"
         raise InfeasibleError(
             "P001", message, where="--shape", hint="raise --plans or --max-memory, or give fewer sizes"
         )
-    best = min(moves, key=lambda item: (item.loss, len(item.plans)))
+    best = min(sets, key=lambda item: (item.loss, len(item.plans)))
     limit = 1 + MIN_PLAN_GAIN
-    enough = [item for item in moves if item.loss <= limit * best.loss and (item.seconds <= limit * best.seconds).all()]
-    return min(enough, key=lambda item: (len(item.plans), item.loss)).plans
+    enough = [item for item in sets if item.loss <= limit * best.loss and (item.seconds <= limit * best.seconds).all()]
+    return min(enough, key=lambda item: (len(item.plans), item.loss))
 
 
 def _count_switches(item: PlanSet, steps: Floats, weights: Floats) -> float:
@@ -130,13 +152,13 @@ def join_sizes(
     if len(plans) > 1 and measures:
         measures = find_trial_obstacle(*bundles) is None
     steps = np.stack([_find_steps(plans, compiled, index, sized[index], measures) for index in range(len(sized))], 1)
-    moved = sum(item.bytes for item in _list_states(bundles[0].manifest)) / MOVED_BYTES_PER_SECOND
+    target = compiled[0].candidate.state.target
     chosen = choose_plans(
         steps,
         weights,
         most,
-        lambda indices: fits_together([bundles[index].manifest for index in indices]),
-        move_seconds=moved,
+        lambda indices: fits_together([bundles[index].manifest for index in indices], target.pools),
+        move_seconds=np.array([[predict_move_seconds(a.candidate, b.candidate, target) for b in plans] for a in plans]),
         is_worst_ratio=is_worst_ratio,
     )
     # Whoever knows nothing of plans runs the first one: it takes all sizes, with whole operators, if one does.
@@ -174,9 +196,14 @@ def _find_steps(
     """Return the step of each plan at a size: measured in turns where they can run, else predicted."""
     if measures:
         return _measure([item.bundle for item in plans], sized.model.feeds(0))
-    own = _identify(compiled[index].bundle)
+    own, profiled = _identify(compiled[index].bundle), compiled[index].candidate.profiled
     return np.array(
-        [item.bundle.manifest.step_seconds if _identify(item.bundle) == own else math.inf for item in plans]
+        [
+            item.bundle.manifest.step_seconds
+            if _identify(item.bundle) == own
+            else predict_elsewhere(item.candidate, profiled)
+            for item in plans
+        ]
     )
 
 
@@ -196,19 +223,27 @@ def _takes(bundle: Bundle, feeds: Mapping[str, Any]) -> bool:
     )  # fmt: skip
 
 
-def fits_together(manifests: Sequence[Manifest]) -> bool:
-    """Return whether the devices hold the weights of several plans, and the values of any one of them."""
-    weights, values, limits = dict[str, int](), dict[str, int](), dict[str, int]()
-    for device in (device for manifest in manifests for device in manifest.devices):
+class _HasDevices(Protocol):
+    """What says how much devices hold: a manifest, or a prediction."""
+
+    @property
+    def devices(self) -> tuple[DeviceRecord, ...]: ...
+
+
+def hold_together(plans: Sequence[_HasDevices]) -> dict[str, int]:
+    """Return by device the bytes of the weights of several plans, and of the values of any one of them."""
+    weights, values = dict[str, int](), dict[str, int]()
+    for device in (device for plan in plans for device in plan.devices):
         weights[device.id] = weights.get(device.id, 0) + device.weights_bytes
         values[device.id] = max(values.get(device.id, 0), device.peak_bytes - device.weights_bytes)
-        limits[device.id] = device.limit_bytes
-    return all(weights[name] + values[name] <= limits[name] for name in limits)
+    return {name: size + values[name] for name, size in weights.items()}
 
 
-def _list_states(manifest: Manifest) -> list[Any]:
-    values = {item.name: item.value for item in manifest.outputs}
-    return [manifest.values[values[item.output]] for item in manifest.states if values[item.output] in manifest.values]
+def fits_together(plans: Sequence[_HasDevices], pools: Sequence[Pool] = ()) -> bool:
+    """Return whether devices, and pools of their memory, have room for what several plans hold together."""
+    held, limits = hold_together(plans), {item.id: item.limit_bytes for plan in plans for item in plan.devices}
+    pooled = [sum(held.get(name, 0) for name in pool.devices) <= pool.memory_bytes for pool in pools]
+    return all(held[name] <= limits[name] for name in held) and all(pooled)
 
 
 def _record(sizes: Mapping[str, int], seconds: Floats, weight: float = 0.0) -> SizeRecord:
