@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
 
 from onnxplace.driver.candidates import (
@@ -29,6 +29,7 @@ from onnxplace.driver.choose import (
     stream_curve,
 )
 from onnxplace.driver.explaining import Explanation, explain_subjects, find_subjects
+from onnxplace.driver.planned_sets import PlannedSet, predict_sets
 from onnxplace.driver.settings import EFFORTS, CompileSettings, Effort, choose_streaming, choose_target, require_effort
 from onnxplace.driver.sources import SizesRequest, bind_source, open_source
 from onnxplace.driver.step_parts import StepPart, list_step_parts, suggest_fixed_sizes
@@ -110,6 +111,10 @@ class Plan:
     """Steps for several memory limits, with weights that stream; only if asked for."""
     explanations: tuple[Explanation, ...] = ()
     """Why nodes and values are where they are; only if asked for."""
+    others: tuple[Plan, ...] = ()
+    """The same for each further size of requests."""
+    sets: tuple[PlannedSet, ...] = ()
+    """Plans for all sizes together, the best set first; only for several sizes."""
 
     def find_best(self) -> tuple[PlannedStrategy | None, PlannedStrategy | None]:
         """Return the strategies of least latency and of most requests, of those that fit; None if none does."""
@@ -157,10 +162,10 @@ def plan_model(
         machine: The name of a machine instead, such as 8xH100-NVLink.
         providers: Further execution providers for the hardware of the devices, as for `compile`.
         max_memory: Limit of each device.
-        shape: Sizes of symbolic dimensions.
+        shape: Sizes of symbolic dimensions; for several sizes, sets of plans are predicted too (`Plan.sets`).
         inputs: Arrays by name, for measurements.
         state: Carried states, as for `compile`.
-        llm: Whether states and sizes of a decoder are recognised.
+        llm: Whether states and sizes of a decoder are recognised, of a token and of a prompt.
         fixed_sizes: Whether bundles would take these sizes alone.
         costs: A cost file to use instead of measuring.
         cache: Whether earlier measurements may be used.
@@ -190,28 +195,45 @@ def plan_model(
         is_measured = settings.target is None and settings.machine is None and not is_estimated
         shortage = report_core_shortage(target, bound.name) if is_measured else None
         notes = (*notes, *([shortage] if shortage else []))
-        if observer:
-            observer("profile", 0, 1)
-        start, _ = Pipeline((optimize,)).run(State(target).with_facts(bound).with_notes(*notes))
-        subjects = find_subjects(start[Model], [explain] if isinstance(explain, str) else explain)
-        start, _ = Pipeline((profile,)).run(start)
+        bare = [State(target).with_facts(item.model).with_notes(*notes) for item in sized]
+        starts = [Pipeline((optimize,)).run(state)[0] for state in bare]
+        subjects = find_subjects(starts[0][Model], [explain] if isinstance(explain, str) else explain)
+        for number, state_of_size in enumerate(starts):
+            if observer:
+                observer("profile", number, len(sized))
+            starts[number], _ = Pipeline((profile,)).run(state_of_size)
     stages = create_pass("stages", seconds=STAGES_SECONDS[effort])
     rest = (create_pass("coplace", join="never"), create_pass("fuse"), stages, create_pass("split"))
-    profiled = Profiled((optimize, profile), start, rest, make_pass("emit"))
-    results = _predict_strategies(profiled, choose_streaming(settings, target), stream, effort, observer)
+    profiled = [Profiled((optimize, profile), start, rest, make_pass("emit")) for start in starts]
+    streaming = choose_streaming(settings, target)
+    predicted = [_predict_strategies(part, streaming, stream, effort, observer) for part in profiled]
+    first, *others = (
+        _summarise(part, results, item.model, str(model), stream)
+        for part, results, item in zip(profiled, predicted, sized)
+    )
+    return replace(
+        first,
+        explanations=explain_subjects(starts[0], subjects, predicted[0]),
+        others=tuple(others),
+        sets=predict_sets(predicted, profiled, [item.weight for item in sized]) if others else (),
+    )
+
+
+def _summarise(profiled: Profiled, results: Sequence[Result], model: Model, path: str, has_curve: bool) -> Plan:
+    """Return the strategies for one size."""
+    state = profiled.state
     built = [item for item in results if isinstance(item, Candidate)]
     fastest = min(built, key=lambda item: item.step_seconds, default=None)
-    streamed = next((item for item in built if stream and item.strategy.kind == "streamed"), None)
-    sources = [start[Profile].sources[device.cost_class] for device in target.devices]
+    streamed = next((item for item in built if has_curve and item.strategy.kind == "streamed"), None)
+    sources = [state[Profile].sources[device.cost_class] for device in state.target.devices]
     return Plan(
-        model=bound.name or Path(model).name,
+        model=model.name or Path(path).name,
         is_measured=all(bool((source != Source.ESTIMATED).all()) for source in sources),
         strategies=tuple(_describe(item, results[0]) for item in _omit_copied_stages(results)),
-        diagnostics=start.diagnostics,
-        request=_describe_request(bound),
+        diagnostics=state.diagnostics,
+        request=_describe_request(model),
         advice=tuple(note.message for note in suggest_fixed_sizes(fastest)) if fastest else (),
         stream_curve=tuple(stream_curve(streamed)) if streamed else (),
-        explanations=explain_subjects(start, subjects, results),
     )
 
 

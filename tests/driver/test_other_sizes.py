@@ -8,16 +8,15 @@ from hypothesis import given, settings, strategies as st
 from onnx import parser
 
 from onnxplace.driver.candidates import Candidate, Profiled, Strategy, create_pass, predict, predict_all
-from onnxplace.driver.choose import list_sharded, list_simple, list_streamed
-from onnxplace.driver.other_sizes import HOST_COPY_BYTES_PER_SECOND, predict_elsewhere, predict_move_seconds
-from onnxplace.facts import Placement, Segments
+from onnxplace.driver.choose import list_sharded, list_simple
+from onnxplace.driver.other_sizes import predict_elsewhere
+from onnxplace.facts import Placement
 from onnxplace.model.loading import load
 from onnxplace.model.lowering import bind
 from onnxplace.model.state_binding import bind_states
 from onnxplace.pipeline.pipeline import Pipeline
-from onnxplace.problem import predict_step_seconds
 from onnxplace.state import State
-from onnxplace.target.target import Device, Link, Pool, Target
+from onnxplace.target.target import Device, Link, Target
 
 LAYERS, WIDTH = 4, 256
 FRONT = "optimize,profile{estimate=true}"
