@@ -22,9 +22,10 @@ from onnx import TensorProto, helper
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
+from onnxplace.driver.planned_sets import PlannedSet
+
 from decoder import decoder
 from onnxplace.driver.plan import Plan, plan_model
-from onnxplace.driver.planned_sets import PlannedSet
 from onnxplace.facts import Profile
 from onnxplace.model.decoders import recognise_decoder
 from onnxplace.model.loading import load

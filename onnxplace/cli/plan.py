@@ -121,7 +121,7 @@ def plan(
     else:
         (name, first), *_ = plans.items()
         texts = [_format_plan(item, name) for item in (first, *first.others)]
-        texts += ["\n".join(_format_sets(first, is_decoder=options["llm"] and len(sizes) < 2))] if first.others else []
+        texts += [_format_sets(first, is_decoder=options["llm"] and len(sizes) < 2)] if first.others else []
         print_text("\n\n".join(texts))
     print_notes(list(dict.fromkeys(note for item in plans.values() for note in item.diagnostics)))
     if not rows:
@@ -226,43 +226,33 @@ def _format_plan(plan: Plan, machine: str) -> str:
     return "\n".join([title, format_table(header, rows), legend, *parts])
 
 
-def _format_sets(plan: Plan, *, is_decoder: bool) -> Iterator[str]:
-    """Yield the table of sets of plans for several sizes, and what the best one gains.
+def _format_sets(plan: Plan, *, is_decoder: bool) -> str:
+    """Return the table of sets of plans for several sizes, and what the best one gains.
 
     Of a decoder, the first size is a token, the second one a prompt.
     """
     if not plan.sets:
-        yield "no plans take all sizes together within the memory of the devices"
-        return
-    best, requests = plan.sets[0], [item.request for item in (plan, *plan.others)]
+        return "no plans take all sizes together within the memory of the devices"
+    requests = [f"size {number}: {item.request}" for number, item in enumerate((plan, *plan.others), 1)]
     sizes = range(1, len(requests) + 1)
     header = [*(f"plan for size {number}" for number in sizes), *(f"step {number}" for number in sizes)]
-    header = ["prompt", "tokens", "first token", "tokens/s"] if is_decoder else header
+    header = ["tokens", "prompt", "tokens/s", "first token"] if is_decoder else header
     rows = []
     for item in plan.sets:
-        names, steps = item.names, [format_milliseconds(step) for step in item.step_seconds]
+        steps = [format_milliseconds(step) for step in item.steps]
         if is_decoder:
-            token, prompt = item.step_seconds
-            names, steps = names[::-1], [format_milliseconds(prompt + item.move_seconds), f"{1 / token:.4g}"]
-        mean = format_milliseconds(item.mean_seconds) + (" *" if item is best else "  ")
-        rows.append((*names, *steps, format_milliseconds(item.move_seconds), format_bytes(item.peak_bytes), mean))
-    yield "\n".join(["sets of plans:", *(f"size {number}: {text}" for number, text in zip(sizes, requests))])
-    yield format_table((*header, "move", "memory", "mean step"), rows, left=len(requests))
-    single_plans = [item for item in plan.sets if item.plans == 1]
-    single_devices = [item for item in single_plans if item.devices == 1]
+            steps = [f"{1 / item.steps[0]:.4g}", format_milliseconds(item.steps[1] + item.move_seconds)]
+        sums = map(format_milliseconds, (item.move_seconds, item.interval_seconds or 0.0))
+        rows.append((*item.plans, *steps, *sums, format_bytes(item.peak_bytes or 0)))
+    table = format_table((*header, "move", "mean step", "memory"), rows, left=len(requests))
+    best, alone = plan.sets[0], [item for item in plan.sets if len(set(item.plans)) == 1]
+    others = {"device": [item for item in alone if item.devices == 1], "plan": alone}
     gains = [
-        f"{others[0].mean_seconds / best.mean_seconds:.2f} times as fast as {others[0].names[0]}, the best single {kind}"
-        for kind, others in (("device", single_devices), ("plan", single_plans))
-        if others and others[0] is not best
+        f"{(item.interval_seconds or 0.0) / (best.interval_seconds or 1.0):.2f} times as fast as one {kind}, {item.name}"
+        for kind, item in ((kind, items[0]) for kind, items in others.items() if items)
     ]
-    chosen = " + ".join(dict.fromkeys(best.names[::-1] if is_decoder else best.names))
-    yield "\n".join(
-        [
-            "* least mean step, by how often each size is; memory: of the fullest device or pool",
-            f"best: {chosen}",
-            *gains,
-        ]
-    )
+    legend = "mean step: by how often each size is, with moves; memory: of the fullest device or pool"
+    return "\n".join(["sets of plans:", *requests, table, legend, f"best: {'; '.join([best.name, *gains])}"])
 
 
 def _format_explanations(plan: Plan, where: str = "") -> Iterator[str]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from onnxplace.driver.plan import Plan, PlannedStrategy
-from onnxplace.driver.planned_sets import PlannedSet
 from onnxplace.errors import MAX_SHOWN, TargetError, UsageError, format_value
 from onnxplace.target.machines import Machine, parse_machine
 from onnxplace.target.target_file import read_toml
@@ -70,8 +69,7 @@ def list_machine_rows(plans: Mapping[str, Plan], goals: Goals, prices: Mapping[s
     """
     rows = []
     for machine, plan in plans.items():
-        strategies = [_join(item) for item in plan.sets] if plan.others else plan.strategies
-        meeting = [item for item in strategies if goals.are_met(item)]
+        meeting = [item for item in (plan.sets if plan.others else plan.strategies) if goals.are_met(item)]
         best = replace(plan, strategies=tuple(meeting)).find_best()
         for item in (item for item in meeting if item in best):
             price = prices[machine] if prices else None
@@ -79,17 +77,6 @@ def list_machine_rows(plans: Mapping[str, Plan], goals: Goals, prices: Mapping[s
             cost = None if price is None or not answered else price / SECONDS_PER_HOUR / answered * REQUESTS
             rows.append(MachineRow(machine, item, price, cost))
     return sorted(rows, key=MachineRow.rank) if prices else rows
-
-
-def _join(item: PlannedSet) -> PlannedStrategy:
-    """Return a set of plans as one strategy: its latency is that of the longest size, its rate that of all sizes."""
-    return PlannedStrategy(
-        name=" + ".join(dict.fromkeys(item.names)),
-        devices=item.devices,
-        step_seconds=max(item.step_seconds),
-        interval_seconds=item.mean_seconds,
-        peak_bytes=item.peak_bytes,
-    )
 
 
 def read_prices(path: str | Path, machines: Mapping[str, Machine]) -> dict[str, float]:

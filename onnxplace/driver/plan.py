@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
+
+import numpy as np
 
 from onnxplace.driver.candidates import (
     Candidate,
@@ -12,7 +15,9 @@ from onnxplace.driver.candidates import (
     Result,
     Strategy,
     create_pass,
+    predict,
     predict_all,
+    predict_elsewhere,
     rank_texts,
 )
 from onnxplace.driver.choose import (
@@ -29,12 +34,12 @@ from onnxplace.driver.choose import (
     stream_curve,
 )
 from onnxplace.driver.explaining import Explanation, explain_subjects, find_subjects
-from onnxplace.driver.planned_sets import PlannedSet, predict_sets
+from onnxplace.driver.plan_sets import choose_set, fits_together, hold_together, list_sets, predict_moves
 from onnxplace.driver.settings import EFFORTS, CompileSettings, Effort, choose_streaming, choose_target, require_effort
 from onnxplace.driver.sources import SizesRequest, bind_source, open_source
 from onnxplace.driver.step_parts import StepPart, list_step_parts, suggest_fixed_sizes
-from onnxplace.errors import Diagnostic
-from onnxplace.facts import Profile, Schedule, Segments, Shards, Source
+from onnxplace.errors import Diagnostic, InfeasibleError
+from onnxplace.facts import Prediction, Profile, Routes, Schedule, Segments, Shards, Source
 from onnxplace.feeds.feeds import Array
 from onnxplace.measure.trial import report_core_shortage
 from onnxplace.model.loading import load
@@ -47,6 +52,9 @@ from onnxplace.utils.quantities import format_milliseconds, format_object, forma
 
 # How long each placement of stages is searched.
 STAGES_SECONDS: Mapping[Effort, float] = {"low": 0.2, "default": 2, "high": 10}
+# Of each size, so many strategies are combined with those of others. So many sets of at most `MAX_PLANS` plans are
+# listed, next to single devices.
+MAX_COMBINED, MAX_LISTED, MAX_PLANS = 4, 5, 3
 
 
 @dataclass(frozen=True)
@@ -74,6 +82,12 @@ class PlannedStrategy:
     """Reason why there is no prediction."""
     pipeline: str = ""
     """Text with which `onnxplace compile --pipeline` builds it."""
+    plans: tuple[str, ...] = ()
+    """Of a set of plans: that of each size."""
+    steps: tuple[float, ...] = ()
+    """Of a set of plans: seconds of each size."""
+    move_seconds: float = 0.0
+    """What it takes to move states between two plans."""
 
     @property
     def limited_by(self) -> str:
@@ -113,8 +127,9 @@ class Plan:
     """Why nodes and values are where they are; only if asked for."""
     others: tuple[Plan, ...] = ()
     """The same for each further size of requests."""
-    sets: tuple[PlannedSet, ...] = ()
-    """Plans for all sizes together, the best set first; only for several sizes."""
+    sets: tuple[PlannedStrategy, ...] = ()
+    """Plans for all sizes together, the best set first; only for several sizes. The latency is that of the slowest
+    size, and the interval a mean step, by how often each size is, with the moves of states."""
 
     def find_best(self) -> tuple[PlannedStrategy | None, PlannedStrategy | None]:
         """Return the strategies of least latency and of most requests, of those that fit; None if none does."""
@@ -215,7 +230,7 @@ def plan_model(
         first,
         explanations=explain_subjects(starts[0], subjects, predicted[0]),
         others=tuple(others),
-        sets=predict_sets(predicted, profiled, [item.weight for item in sized]) if others else (),
+        sets=tuple(_predict_sets(predicted, profiled, [item.weight for item in sized])) if others else (),
     )
 
 
@@ -249,6 +264,49 @@ def _predict_strategies(
             yield list_streamed(profiled, streaming)
 
     return predict_all(propose, profiled, observer)
+
+
+def _predict_sets(
+    results: Sequence[Sequence[Result]], profiled: Sequence[Profiled], weights: Sequence[float]
+) -> Iterator[PlannedStrategy]:
+    """Yield the best set of plans first, then others by their mean step, with one for each single device."""
+    target, plans = profiled[0].state.target, list(_list_plans(results, profiled[0]))
+    steps = np.array([[predict_elsewhere(item, part) for part in profiled] for item in plans])
+    memory = [Pipeline((create_pass("predict"),)).run(item.state)[0][Prediction] for item in plans]
+
+    def fits(indices: Sequence[int]) -> bool:
+        return fits_together([memory[index] for index in indices], target.pools)
+
+    sets = list_sets(steps, np.array(weights), MAX_PLANS, fits, predict_moves(plans, target)) if plans else []
+    useful = [item for item in sets if set(item.fastest) == set(item.plans)]
+    alone = [item for item in useful if len(item.plans) == 1]
+    singles = [item for item in alone if plans[item.plans[0]].devices == 1]
+    listed = (*([choose_set(sets)] if sets else ()), *useful[:MAX_LISTED], *alone[:1], *singles)
+    for item in {item.plans: item for item in listed}.values():
+        names, together = [plans[index].name for index in item.fastest], [memory[index] for index in item.plans]
+        yield PlannedStrategy(
+            name=" + ".join(dict.fromkeys(names)),
+            devices=len({device.id for part in together for device in part.devices if device.nodes}),
+            step_seconds=float(item.seconds.max()),
+            interval_seconds=item.loss / sum(weights),
+            peak_bytes=max(hold_together(together, target.pools).values()),
+            plans=tuple(names),
+            steps=tuple(item.seconds.tolist()),
+            move_seconds=item.move_seconds,
+        )
+
+
+def _list_plans(results: Sequence[Sequence[Result]], profiled: Profiled) -> Iterator[Candidate]:
+    """Yield one device of each class alone, then the fastest ways of each size to use several devices."""
+    single = profiled.replace_placer(create_pass("single"))
+    for name in {device.cost_class: device.id for device in reversed(profiled.state.target.devices)}.values():
+        with suppress(InfeasibleError):  # it has no room for the whole model
+            yield predict(Strategy(name, "one device", single, devices=(name,)), profiled)
+    for number, items in enumerate(results, 1):
+        several = [item for item in items if isinstance(item, Candidate) and item.devices > 1]
+        several = [item for item in several if Routes not in item.state]  # one request takes one copy
+        for item in sorted(several, key=lambda item: item.step_seconds)[:MAX_COMBINED]:
+            yield replace(item, strategy=replace(item.strategy, name=f"{item.name}, as for size {number}"))
 
 
 def _describe_request(model: Model) -> str:

@@ -9,26 +9,29 @@ session knows where one becomes faster than the other.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from onnxplace.bundle.bundle import SEGMENTS_FOLDER, Bundle
-from onnxplace.bundle.manifest import DeviceRecord, InputRecord, Manifest, SizeRecord
+from onnxplace.bundle.manifest import InputRecord, Manifest, SizeRecord
+from onnxplace.driver.candidates import Candidate, predict_elsewhere
 from onnxplace.driver.join_plans import join_plans
-from onnxplace.driver.other_sizes import predict_elsewhere, predict_move_seconds
 from onnxplace.driver.sources import SizedModel
 from onnxplace.driver.trials import Compiled
 from onnxplace.errors import Diagnostic, InfeasibleError, OnnxplaceError
+from onnxplace.facts import Placement, Prediction, Profile
 from onnxplace.feeds.dimensions import drop_derived_sizes
 from onnxplace.graph.op_graph import Floats
+from onnxplace.machine.transfer_rates import find_host_rate
 from onnxplace.measure.trial import find_trial_obstacle, replace_manifest, run_trials
 from onnxplace.model.lowering import bind
-from onnxplace.target.target import Pool
+from onnxplace.model.model import Model
+from onnxplace.target.target import Pool, Target
 from onnxplace.utils.quantities import format_milliseconds
 
 # A further plan has to make the step of some size shorter by more than this, or it is not worth opening.
@@ -37,6 +40,8 @@ MIN_PLAN_GAIN = 0.04
 MAX_HALVINGS = 3
 # More sizes, each of which is compiled, are a mistake.
 MAX_SIZES = 32
+# States that move between plans are read and written in the host's memory, each at this rate.
+COPIED_BYTES_PER_SECOND = 4e9
 
 
 @dataclass(frozen=True)
@@ -46,13 +51,18 @@ class PlanSet:
     plans: tuple[int, ...]
     seconds: Floats
     loss: float
+    fastest: tuple[int, ...]
+    """The plan of each size."""
+    move_seconds: float = 0.0
+    """The longest move of states between two plans."""
 
     @staticmethod
     def of(plans: Sequence[int], steps: Floats, weights: Floats, *, is_worst_ratio: bool) -> PlanSet:
         """Return a set of plans with its weighted step, or its worst ratio to the best step of each size."""
-        seconds = steps[list(plans)].min(axis=0)
+        seconds, fastest = steps[list(plans)].min(axis=0), np.array(plans)[steps[list(plans)].argmin(axis=0)]
         ratios = seconds / steps.min(axis=0)
-        return PlanSet(tuple(plans), seconds, float(ratios.max() if is_worst_ratio else seconds @ weights))
+        loss = float(ratios.max() if is_worst_ratio else seconds @ weights)
+        return PlanSet(tuple(plans), seconds, loss, tuple(fastest.tolist()))
 
 
 def choose_plans(
@@ -88,11 +98,11 @@ def list_sets(
     weights: Floats,
     most: int,
     fits: Callable[[Sequence[int]], bool],
-    move_seconds: Floats,
+    moves: Floats,
     *,
     is_worst_ratio: bool = False,
 ) -> list[PlanSet]:
-    """Return all sets of plans that fit and take all sizes, as `choose_plans` compares them."""
+    """Return all sets of plans that fit and take all sizes, the best first; arguments are those of `choose_plans`."""
     sets = [
         PlanSet.of(plans, steps, weights, is_worst_ratio=is_worst_ratio)
         for count in range(1, min(most, len(steps)) + 1)
@@ -100,36 +110,30 @@ def list_sets(
         if fits(plans)
     ]
     # A switch comes with a request of the rarer kind; the time of a move is part of its step.
-    lasting = 0.0 if is_worst_ratio else 1.0
-    return [
-        replace(item, loss=item.loss + lasting * find_move(item, move_seconds) * _count_switches(item, steps, weights))
-        for item in sets
-        if np.isfinite(item.seconds).all()
-    ]
-
-
-def find_move(item: PlanSet, move_seconds: Floats) -> float:
-    """Return the longest move of states between two plans of a set; 0 for one plan."""
-    return max((float(move_seconds[pair]) for pair in combinations(item.plans, 2)), default=0.0)
+    found = list[PlanSet]()
+    for item in sets:
+        move = max((float(moves[pair]) for pair in combinations(item.plans, 2)), default=0.0)
+        lost = 0.0 if is_worst_ratio else move * _count_switches(item, weights)
+        if np.isfinite(item.seconds).all():
+            found.append(replace(item, loss=item.loss + lost, move_seconds=move))
+    return sorted(found, key=lambda item: (item.loss, len(item.plans)))
 
 
 def choose_set(sets: Sequence[PlanSet]) -> PlanSet:
-    """Return the smallest set that is nearly as good as any; raises InfeasibleError if there is none."""
+    """Return the smallest set that is nearly as good as the first one."""
     if not sets:
         message = "no plans take all sizes together within the memory of the devices"
         raise InfeasibleError(
             "P001", message, where="--shape", hint="raise --plans or --max-memory, or give fewer sizes"
         )
-    best = min(sets, key=lambda item: (item.loss, len(item.plans)))
-    limit = 1 + MIN_PLAN_GAIN
+    best, limit = sets[0], 1 + MIN_PLAN_GAIN
     enough = [item for item in sets if item.loss <= limit * best.loss and (item.seconds <= limit * best.seconds).all()]
     return min(enough, key=lambda item: (len(item.plans), item.loss))
 
 
-def _count_switches(item: PlanSet, steps: Floats, weights: Floats) -> float:
+def _count_switches(item: PlanSet, weights: Floats) -> float:
     """Return how often requests that follow one another change the plan, at least."""
-    fastest = steps[list(item.plans)].argmin(axis=0)
-    shares = np.bincount(fastest, weights, len(item.plans))
+    shares = np.bincount(item.fastest, weights)
     return float(2 * (shares.sum() - shares.max()))
 
 
@@ -158,7 +162,7 @@ def join_sizes(
         weights,
         most,
         lambda indices: fits_together([bundles[index].manifest for index in indices], target.pools),
-        move_seconds=np.array([[predict_move_seconds(a.candidate, b.candidate, target) for b in plans] for a in plans]),
+        move_seconds=predict_moves([item.candidate for item in plans], target),
         is_worst_ratio=is_worst_ratio,
     )
     # Whoever knows nothing of plans runs the first one: it takes all sizes, with whole operators, if one does.
@@ -197,14 +201,8 @@ def _find_steps(
     if measures:
         return _measure([item.bundle for item in plans], sized.model.feeds(0))
     own, profiled = _identify(compiled[index].bundle), compiled[index].candidate.profiled
-    return np.array(
-        [
-            item.bundle.manifest.step_seconds
-            if _identify(item.bundle) == own
-            else predict_elsewhere(item.candidate, profiled)
-            for item in plans
-        ]
-    )
+    others = [None if _identify(item.bundle) == own else predict_elsewhere(item.candidate, profiled) for item in plans]
+    return np.array([plan.bundle.manifest.step_seconds if step is None else step for plan, step in zip(plans, others)])
 
 
 def _measure(bundles: Sequence[Bundle], feeds: Mapping[str, Any]) -> Floats:
@@ -223,27 +221,50 @@ def _takes(bundle: Bundle, feeds: Mapping[str, Any]) -> bool:
     )  # fmt: skip
 
 
-class _HasDevices(Protocol):
-    """What says how much devices hold: a manifest, or a prediction."""
-
-    @property
-    def devices(self) -> tuple[DeviceRecord, ...]: ...
-
-
-def hold_together(plans: Sequence[_HasDevices]) -> dict[str, int]:
-    """Return by device the bytes of the weights of several plans, and of the values of any one of them."""
+def hold_together(plans: Sequence[Manifest | Prediction], pools: Sequence[Pool]) -> dict[str, int]:
+    """Return by device, and by pool, the bytes of the weights of several plans and of the values of any one of them."""
     weights, values = dict[str, int](), dict[str, int]()
     for device in (device for plan in plans for device in plan.devices):
         weights[device.id] = weights.get(device.id, 0) + device.weights_bytes
         values[device.id] = max(values.get(device.id, 0), device.peak_bytes - device.weights_bytes)
-    return {name: size + values[name] for name, size in weights.items()}
+    held = {name: size + values[name] for name, size in weights.items()}
+    return held | {pool.id: sum(held.get(name, 0) for name in pool.devices) for pool in pools}
 
 
-def fits_together(plans: Sequence[_HasDevices], pools: Sequence[Pool] = ()) -> bool:
-    """Return whether devices, and pools of their memory, have room for what several plans hold together."""
-    held, limits = hold_together(plans), {item.id: item.limit_bytes for plan in plans for item in plan.devices}
-    pooled = [sum(held.get(name, 0) for name in pool.devices) <= pool.memory_bytes for pool in pools]
-    return all(held[name] <= limits[name] for name in held) and all(pooled)
+def fits_together(plans: Sequence[Manifest | Prediction], pools: Sequence[Pool] = ()) -> bool:
+    """Return whether devices and pools have room for what several plans hold together."""
+    limits = {item.id: item.limit_bytes for plan in plans for item in plan.devices}
+    limits |= {pool.id: pool.memory_bytes for pool in pools}
+    return all(size <= limits[name] for name, size in hold_together(plans, pools).items())
+
+
+def predict_moves(plans: Sequence[Candidate], target: Target) -> Floats:
+    """Return the seconds in which the states of one plan become those of another [plan, plan].
+
+    States that another device has in the other plan leave their device, and enter the other one, through the host's
+    memory. They have the bytes that they have after a call.
+    """
+    rates = {
+        device.id: COPIED_BYTES_PER_SECOND if device.is_host else find_host_rate(target, device)
+        for device in (device for plan in plans for device in plan.state.target.devices)
+    }
+    homes = [dict(_list_state_homes(plan)) for plan in plans]
+
+    def leave(own: Mapping[str, tuple[str, int]], other: Mapping[str, tuple[str, int]]) -> float:
+        moved = (state for name, state in own.items() if other.get(name, ("",))[0] != state[0])
+        return sum(size / rates[device] for device, size in moved)
+
+    return np.array([[leave(own, other) + leave(other, own) for other in homes] for own in homes])
+
+
+def _list_state_homes(plan: Candidate) -> Iterator[tuple[str, tuple[str, int]]]:
+    """Yield each state with the device that keeps it between calls, and its bytes."""
+    model, graph, devices = plan.state[Model], plan.state[Profile].graph, plan.state.target.devices
+    index = {name: value for value, name in enumerate(graph.value_names)}
+    for name, output in model.states.items():
+        value = index[model.sources.get(output, output)]
+        home = int(plan.state[Placement].device[graph.producer[value]])
+        yield name, (devices[home].id, int(graph.value_bytes[value]))
 
 
 def _record(sizes: Mapping[str, int], seconds: Floats, weight: float = 0.0) -> SizeRecord:
