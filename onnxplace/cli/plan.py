@@ -234,25 +234,20 @@ def _format_sets(plan: Plan, *, is_decoder: bool) -> str:
     if not plan.sets:
         return "no plans take all sizes together within the memory of the devices"
     requests = [f"size {number}: {item.request}" for number, item in enumerate((plan, *plan.others), 1)]
-    sizes = range(1, len(requests) + 1)
+    sizes, rows, best = range(1, len(requests) + 1), list[tuple[str, ...]](), plan.sets[0].interval_seconds or 1.0
     header = [*(f"plan for size {number}" for number in sizes), *(f"step {number}" for number in sizes)]
     header = ["tokens", "prompt", "tokens/s", "first token"] if is_decoder else header
-    rows = []
     for item in plan.sets:
-        steps = [format_milliseconds(step) for step in item.steps]
+        steps, mean = [format_milliseconds(step) for step in item.steps], item.interval_seconds or 0.0
         if is_decoder:
             steps = [f"{1 / item.steps[0]:.4g}", format_milliseconds(item.steps[1] + item.move_seconds)]
-        sums = map(format_milliseconds, (item.move_seconds, item.interval_seconds or 0.0))
-        rows.append((*item.plans, *steps, *sums, format_bytes(item.peak_bytes or 0)))
-    table = format_table((*header, "move", "mean step", "memory"), rows, left=len(requests))
-    best, alone = plan.sets[0], [item for item in plan.sets if len(set(item.plans)) == 1]
-    others = {"device": [item for item in alone if item.devices == 1], "plan": alone}
-    gains = [
-        f"{(item.interval_seconds or 0.0) / (best.interval_seconds or 1.0):.2f} times as fast as one {kind}, {item.name}"
-        for kind, item in ((kind, items[0]) for kind, items in others.items() if items)
-    ]
-    legend = "mean step: by how often each size is, with moves; memory: of the fullest device or pool"
-    return "\n".join(["sets of plans:", *requests, table, legend, f"best: {'; '.join([best.name, *gains])}"])
+        times = (format_milliseconds(item.move_seconds), format_milliseconds(mean), f"{mean / best:.2f}")
+        rows.append((*item.plans, *steps, *times, format_bytes(item.peak_bytes or 0)))
+    table = format_table((*header, "move", "mean step", "to the first", "memory"), rows, left=len(requests))
+    legend = (
+        "the first is best; mean step: by how often each size is, with moves; memory: of the fullest device or pool"
+    )
+    return "\n".join(["sets of plans:", *requests, table, legend])
 
 
 def _format_explanations(plan: Plan, where: str = "") -> Iterator[str]:

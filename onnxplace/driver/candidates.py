@@ -274,22 +274,20 @@ def predict_elsewhere(candidate: Candidate, profiled: Profiled) -> float:
     - Weights that stream: a step takes at least as long as at the candidate's own size, since they take as long.
     - Several routes: a request takes the first one.
     """
-    own, other, state = candidate.profiled.state, profiled.state, candidate.state
+    own, other, state, segments = candidate.profiled.state, profiled.state, candidate.state, candidate.state[Segments]
     is_fixed = any(
         getattr(step, name, False) for step in candidate.pipeline.passes for name in ("fixed_sizes", "fixed")
     )
     if is_fixed and own[Model].input_shapes() != other[Model].input_shapes():
         return math.inf
-    segments, target = state[Segments], state.target
-    segment_of = np.zeros(len(state[Profile].graph), dtype=np.int32)
-    for index, segment in enumerate(segments.segments):
-        segment_of[segment.nodes] = index
     graph, changes = _resize(state[Profile], own[Profile], other[Profile])
-    more = np.stack([sum_by(segment_of, changes[item.cost_class], len(segments.segments)) for item in target.devices])
-    home = np.array([segment.device for segment in segments.segments], dtype=np.int32)
-    order = np.arange(len(home), dtype=np.int32)
-    step = simulate_with_contention(graph.contract(segment_of), segments.seconds + more, target, home, order)
-    if describe_shortage(target, step.peak_bytes, step.pool_peak_bytes):
+    segment_of, home = np.zeros(len(graph), dtype=np.int32), np.zeros(len(segments.segments), dtype=np.int32)
+    for index, segment in enumerate(segments.segments):
+        segment_of[segment.nodes], home[index] = index, segment.device
+    rows = [sum_by(segment_of, changes[device.cost_class], len(home)) for device in state.target.devices]
+    coarse, seconds = graph.contract(segment_of), segments.seconds + np.stack(rows)
+    step = simulate_with_contention(coarse, seconds, state.target, home, np.arange(len(home), dtype=np.int32))
+    if describe_shortage(state.target, step.peak_bytes, step.pool_peak_bytes):
         return math.inf
     step_seconds = step.makespan_seconds + predict_request_seconds(state)
     return max(step_seconds, candidate.step_seconds) if Streaming in state else step_seconds
@@ -303,22 +301,17 @@ def _resize(profile: Profile, own: Profile, other: Profile) -> tuple[OpGraph, di
         own: Of the model that it was made of, at the same size.
         other: Of the model at the other size.
     """
-    graphs = {(item.names, item.value_names) for item in (profile.graph, own.graph, other.graph)}
+    graph, graphs = profile.graph, {(item.graph.names, item.graph.value_names) for item in (profile, own, other)}
     if len(graphs) == 1 and own.seconds.keys() <= other.seconds.keys():
         values, workspace = other.graph.value_bytes, other.graph.workspace_bytes
         changes = {name: other.seconds[name] - seconds for name, seconds in own.seconds.items()}
     else:
         growth = float(other.graph.value_bytes.sum() / max(own.graph.value_bytes.sum(), 1))
-        values, workspace = (
-            (size * growth).astype(np.int64) for size in (profile.graph.value_bytes, profile.graph.workspace_bytes)
-        )
-        before, after = (
-            {name: float(seconds[~is_refused(seconds)].sum()) for name, seconds in item.seconds.items()}
-            for item in (own, other)
-        )
+        values, workspace = ((size * growth).astype(np.int64) for size in (graph.value_bytes, graph.workspace_bytes))
+        before, after = ({name: s[~is_refused(s)].sum() for name, s in item.seconds.items()} for item in (own, other))
         ratios = {name: after.get(name, min(after.values())) / max(total, 1e-12) for name, total in before.items()}
         changes = {name: (ratios[name] - 1) * seconds for name, seconds in profile.seconds.items()}
-    return replace(profile.graph, value_bytes=values, workspace_bytes=workspace), changes
+    return replace(graph, value_bytes=values, workspace_bytes=workspace), changes
 
 
 def _add_routes(strategy: Strategy, state: State) -> tuple[Strategy, State]:

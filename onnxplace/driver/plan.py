@@ -34,12 +34,12 @@ from onnxplace.driver.choose import (
     stream_curve,
 )
 from onnxplace.driver.explaining import Explanation, explain_subjects, find_subjects
-from onnxplace.driver.plan_sets import choose_set, fits_together, hold_together, list_sets, predict_moves
+from onnxplace.driver.plan_sets import PlanSet, fits_together, hold_together, predict_moves, rank_sets
 from onnxplace.driver.settings import EFFORTS, CompileSettings, Effort, choose_streaming, choose_target, require_effort
 from onnxplace.driver.sources import SizesRequest, bind_source, open_source
 from onnxplace.driver.step_parts import StepPart, list_step_parts, suggest_fixed_sizes
 from onnxplace.errors import Diagnostic, InfeasibleError
-from onnxplace.facts import Prediction, Profile, Routes, Schedule, Segments, Shards, Source
+from onnxplace.facts import Prediction, Profile, Schedule, Segments, Shards, Source
 from onnxplace.feeds.feeds import Array
 from onnxplace.measure.trial import report_core_shortage
 from onnxplace.model.loading import load
@@ -55,6 +55,8 @@ STAGES_SECONDS: Mapping[Effort, float] = {"low": 0.2, "default": 2, "high": 10}
 # Of each size, so many strategies are combined with those of others. So many sets of at most `MAX_PLANS` plans are
 # listed, next to single devices.
 MAX_COMBINED, MAX_LISTED, MAX_PLANS = 4, 5, 3
+# One request takes one copy.
+COPIES = ("copies", "copied stages")
 
 
 @dataclass(frozen=True)
@@ -273,23 +275,25 @@ def _predict_sets(
     target, plans = profiled[0].state.target, list(_list_plans(results, profiled[0]))
     steps = np.array([[predict_elsewhere(item, part) for part in profiled] for item in plans])
     memory = [Pipeline((create_pass("predict"),)).run(item.state)[0][Prediction] for item in plans]
+    pools, moves = target.pools, predict_moves(plans, target)
 
     def fits(indices: Sequence[int]) -> bool:
-        return fits_together([memory[index] for index in indices], target.pools)
+        return fits_together([memory[index] for index in indices], pools)
 
-    sets = list_sets(steps, np.array(weights), MAX_PLANS, fits, predict_moves(plans, target)) if plans else []
+    sets = list[PlanSet]()
+    with suppress(InfeasibleError):
+        sets = rank_sets(steps, np.array(weights), MAX_PLANS, fits, move_seconds=moves)
     useful = [item for item in sets if set(item.fastest) == set(item.plans)]
     alone = [item for item in useful if len(item.plans) == 1]
     singles = [item for item in alone if plans[item.plans[0]].devices == 1]
-    listed = (*([choose_set(sets)] if sets else ()), *useful[:MAX_LISTED], *alone[:1], *singles)
-    for item in {item.plans: item for item in listed}.values():
+    for item in {item.plans: item for item in (*useful[:MAX_LISTED], *alone[:1], *singles)}.values():
         names, together = [plans[index].name for index in item.fastest], [memory[index] for index in item.plans]
         yield PlannedStrategy(
             name=" + ".join(dict.fromkeys(names)),
             devices=len({device.id for part in together for device in part.devices if device.nodes}),
             step_seconds=float(item.seconds.max()),
             interval_seconds=item.loss / sum(weights),
-            peak_bytes=max(hold_together(together, target.pools).values()),
+            peak_bytes=max(hold_together(together, pools).values()),
             plans=tuple(names),
             steps=tuple(item.seconds.tolist()),
             move_seconds=item.move_seconds,
@@ -303,9 +307,9 @@ def _list_plans(results: Sequence[Sequence[Result]], profiled: Profiled) -> Iter
         with suppress(InfeasibleError):  # it has no room for the whole model
             yield predict(Strategy(name, "one device", single, devices=(name,)), profiled)
     for number, items in enumerate(results, 1):
-        several = [item for item in items if isinstance(item, Candidate) and item.devices > 1]
-        several = [item for item in several if Routes not in item.state]  # one request takes one copy
-        for item in sorted(several, key=lambda item: item.step_seconds)[:MAX_COMBINED]:
+        built = (item for item in items if isinstance(item, Candidate) and item.strategy.kind not in COPIES)
+        several = sorted((item for item in built if item.devices > 1), key=lambda item: item.step_seconds)
+        for item in several[:MAX_COMBINED]:
             yield replace(item, strategy=replace(item.strategy, name=f"{item.name}, as for size {number}"))
 
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -31,7 +32,7 @@ from onnxplace.machine.transfer_rates import find_host_rate
 from onnxplace.measure.trial import find_trial_obstacle, replace_manifest, run_trials
 from onnxplace.model.lowering import bind
 from onnxplace.model.model import Model
-from onnxplace.target.target import Pool, Target
+from onnxplace.target.target import Device, Pool, Target
 from onnxplace.utils.quantities import format_milliseconds
 
 # A further plan has to make the step of some size shorter by more than this, or it is not worth opening.
@@ -65,7 +66,7 @@ class PlanSet:
         return PlanSet(tuple(plans), seconds, loss, tuple(fastest.tolist()))
 
 
-def choose_plans(
+def rank_sets(
     steps: Floats,
     weights: Floats,
     most: int,
@@ -73,8 +74,10 @@ def choose_plans(
     *,
     move_seconds: Floats | float = 0.0,
     is_worst_ratio: bool = False,
-) -> tuple[int, ...]:
-    """Return the plans that a bundle gets, by index: few, and nearly as fast as any `most` of them.
+) -> list[PlanSet]:
+    """Return the sets of plans that a bundle could have: the one that it gets, then all others, the best first.
+
+    It gets few plans that are together nearly as fast as any `most` of them.
 
     Args:
         steps: Seconds of each plan at each size (plans, sizes), infinite where it does not run.
@@ -86,49 +89,27 @@ def choose_plans(
 
     Raises InfeasibleError if no set of plans takes all sizes.
 
-    >>> choose_plans(np.array([[1.0, 96.0], [2.0, 69.0]]), np.ones(2), 3, lambda plans: True)
+    >>> rank_sets(np.array([[1.0, 96.0], [2.0, 69.0]]), np.ones(2), 3, lambda plans: True)[0].plans
     (0, 1)
     """
-    moves = np.broadcast_to(move_seconds, (len(steps),) * 2)
-    return choose_set(list_sets(steps, weights, most, fits, moves, is_worst_ratio=is_worst_ratio)).plans
-
-
-def list_sets(
-    steps: Floats,
-    weights: Floats,
-    most: int,
-    fits: Callable[[Sequence[int]], bool],
-    moves: Floats,
-    *,
-    is_worst_ratio: bool = False,
-) -> list[PlanSet]:
-    """Return all sets of plans that fit and take all sizes, the best first; arguments are those of `choose_plans`."""
-    sets = [
-        PlanSet.of(plans, steps, weights, is_worst_ratio=is_worst_ratio)
-        for count in range(1, min(most, len(steps)) + 1)
-        for plans in combinations(range(len(steps)), count)
-        if fits(plans)
-    ]
-    # A switch comes with a request of the rarer kind; the time of a move is part of its step.
-    found = list[PlanSet]()
-    for item in sets:
-        move = max((float(moves[pair]) for pair in combinations(item.plans, 2)), default=0.0)
+    moves, sets = np.broadcast_to(move_seconds, (len(steps),) * 2), list[PlanSet]()
+    for plans in (plans for count in range(1, most + 1) for plans in combinations(range(len(steps)), count)):
+        item = PlanSet.of(plans, steps, weights, is_worst_ratio=is_worst_ratio)
+        move = max((float(moves[pair]) for pair in combinations(plans, 2)), default=0.0)
+        # A switch comes with a request of the rarer kind; the time of a move is part of its step.
         lost = 0.0 if is_worst_ratio else move * _count_switches(item, weights)
-        if np.isfinite(item.seconds).all():
-            found.append(replace(item, loss=item.loss + lost, move_seconds=move))
-    return sorted(found, key=lambda item: (item.loss, len(item.plans)))
-
-
-def choose_set(sets: Sequence[PlanSet]) -> PlanSet:
-    """Return the smallest set that is nearly as good as the first one."""
+        if np.isfinite(item.seconds).all() and fits(plans):
+            sets.append(replace(item, loss=item.loss + lost, move_seconds=move))
     if not sets:
         message = "no plans take all sizes together within the memory of the devices"
         raise InfeasibleError(
             "P001", message, where="--shape", hint="raise --plans or --max-memory, or give fewer sizes"
         )
+    sets.sort(key=lambda item: (item.loss, len(item.plans)))
     best, limit = sets[0], 1 + MIN_PLAN_GAIN
     enough = [item for item in sets if item.loss <= limit * best.loss and (item.seconds <= limit * best.seconds).all()]
-    return min(enough, key=lambda item: (len(item.plans), item.loss))
+    chosen = min(enough, key=lambda item: (len(item.plans), item.loss))
+    return [chosen, *(item for item in sets if item is not chosen)]
 
 
 def _count_switches(item: PlanSet, weights: Floats) -> float:
@@ -147,7 +128,7 @@ def join_sizes(
         sized: The model with each size.
         most: The largest number of plans.
         measures: Whether the plans may run here.
-        is_worst_ratio: As for `choose_plans`.
+        is_worst_ratio: As for `rank_sets`.
     """
     distinct = list({_identify(item.bundle): item for item in reversed(compiled)}.values())
     plans = [item for item in compiled if item in distinct]
@@ -157,14 +138,14 @@ def join_sizes(
         measures = find_trial_obstacle(*bundles) is None
     steps = np.stack([_find_steps(plans, compiled, index, sized[index], measures) for index in range(len(sized))], 1)
     target = compiled[0].candidate.state.target
-    chosen = choose_plans(
+    chosen = rank_sets(
         steps,
         weights,
         most,
         lambda indices: fits_together([bundles[index].manifest for index in indices], target.pools),
         move_seconds=predict_moves([item.candidate for item in plans], target),
         is_worst_ratio=is_worst_ratio,
-    )
+    )[0].plans
     # Whoever knows nothing of plans runs the first one: it takes all sizes, with whole operators, if one does.
     first = sorted(
         chosen, key=lambda index: (not np.isfinite(steps[index]).all(), bool(bundles[index].manifest.sharding), index)
@@ -244,27 +225,28 @@ def predict_moves(plans: Sequence[Candidate], target: Target) -> Floats:
     States that another device has in the other plan leave their device, and enter the other one, through the host's
     memory. They have the bytes that they have after a call.
     """
-    rates = {
-        device.id: COPIED_BYTES_PER_SECOND if device.is_host else find_host_rate(target, device)
-        for device in (device for plan in plans for device in plan.state.target.devices)
-    }
-    homes = [dict(_list_state_homes(plan)) for plan in plans]
+    copy_seconds = cache(partial(_find_copy_seconds, target))
+    homes = [{name: (device, size) for name, device, size in _list_state_homes(plan)} for plan in plans]
 
-    def leave(own: Mapping[str, tuple[str, int]], other: Mapping[str, tuple[str, int]]) -> float:
-        moved = (state for name, state in own.items() if other.get(name, ("",))[0] != state[0])
-        return sum(size / rates[device] for device, size in moved)
+    def leave(own: Mapping[str, tuple[Device, int]], other: Mapping[str, tuple[Device, int]]) -> float:
+        moved = (state for name, state in own.items() if name not in other or other[name][0] != state[0])
+        return sum(size * copy_seconds(device) for device, size in moved)
 
     return np.array([[leave(own, other) + leave(other, own) for other in homes] for own in homes])
 
 
-def _list_state_homes(plan: Candidate) -> Iterator[tuple[str, tuple[str, int]]]:
+def _find_copy_seconds(target: Target, device: Device) -> float:
+    return 1 / (COPIED_BYTES_PER_SECOND if device.is_host else find_host_rate(target, device))
+
+
+def _list_state_homes(plan: Candidate) -> Iterator[tuple[str, Device, int]]:
     """Yield each state with the device that keeps it between calls, and its bytes."""
-    model, graph, devices = plan.state[Model], plan.state[Profile].graph, plan.state.target.devices
+    model, graph = plan.state[Model], plan.state[Profile].graph
     index = {name: value for value, name in enumerate(graph.value_names)}
     for name, output in model.states.items():
         value = index[model.sources.get(output, output)]
         home = int(plan.state[Placement].device[graph.producer[value]])
-        yield name, (devices[home].id, int(graph.value_bytes[value]))
+        yield name, plan.state.target.devices[home], int(graph.value_bytes[value])
 
 
 def _record(sizes: Mapping[str, int], seconds: Floats, weight: float = 0.0) -> SizeRecord:
