@@ -1,8 +1,8 @@
 """Prompts and tokens on different devices, planned next to published figures: python benchmarks/phases.py.
 
-A decoder of the size of Llama-3.2-1B with weights of 4 bits is planned with `--llm` on the machines of two publications:
-by the peaks of the catalogue, and with rates that the publications' own figures of single devices give. Its weights
-are holes of a file, so that nothing is downloaded. Nothing runs.
+A decoder of the size of Llama-3.2-1B with weights of 4 bits is planned with `--llm` on the machines of two
+publications: by the peaks of the catalogue, and with rates that the publications' own figures of single devices give.
+Its weights are holes of a file, so that nothing is downloaded. Nothing runs.
 """
 
 from __future__ import annotations

@@ -158,8 +158,9 @@ def _format_machines(
     prices_header = ("price/h", f"per million {load}") if rows[0].price_per_hour is not None else ()
     limits = _explain_limits((f"{row.machine}, {row.strategy.name}", row.strategy) for row in rows)
     limits += [f"{name}: {text}" for name, plan in plans.items() for text in plan.advice]
-    table = format_table((*header, *prices_header, "limited by"), cells, left=2)
-    return "\n".join([f"a request is {plans[rows[0].machine].request}", table, *limits, _ESTIMATES])
+    table, first = format_table((*header, *prices_header, "limited by"), cells, left=2), plans[rows[0].machine]
+    requests = " or ".join(item.request for item in (first, *first.others))
+    return "\n".join([f"a request is {requests}", table, *limits, _ESTIMATES])
 
 
 def _recommend(rows: Sequence[MachineRow], goals: Goals) -> str:

@@ -5,54 +5,58 @@ import math
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from onnx import parser
+from onnx import numpy_helper, parser
 
-from onnxplace.driver.candidates import Candidate, Profiled, Strategy, create_pass, predict, predict_all
+from onnxplace.bundle.manifest import DeviceRecord
+from onnxplace.driver.candidates import (
+    Candidate,
+    Profiled,
+    Strategy,
+    create_pass,
+    predict,
+    predict_all,
+    predict_elsewhere,
+)
 from onnxplace.driver.choose import list_sharded, list_simple
-from onnxplace.driver.other_sizes import predict_elsewhere
-from onnxplace.facts import Placement
+from onnxplace.driver.plan_sets import COPIED_BYTES_PER_SECOND, fits_together, hold_together, predict_moves, rank_sets
+from onnxplace.facts import Placement, Prediction
 from onnxplace.model.loading import load
 from onnxplace.model.lowering import bind
 from onnxplace.model.state_binding import bind_states
 from onnxplace.pipeline.pipeline import Pipeline
 from onnxplace.state import State
-from onnxplace.target.target import Device, Link, Target
+from onnxplace.target.target import Device, Link, Pool, Target
 
 LAYERS, WIDTH = 4, 256
 FRONT = "optimize,profile{estimate=true}"
 REST = "coplace{join=never},fuse,stages{seconds=1},split"
 
 
-def make_chain():
-    """Return layers over tokens, with the sum of all tokens so far as a state."""
+def make_chain(width: int = WIDTH):
+    """Return layers over tokens, with all of their results so far as a state."""
     nodes = "".join(f"a{n + 1} = MatMul(a{n}, w{n})\n" for n in range(LAYERS))
-    weights = ", ".join(f"float[{WIDTH}, {WIDTH}] w{n}" for n in range(LAYERS))
-    return parser.parse_model(
-        f"""<ir_version: 8, opset_import: ["": 17]>
-        chain (float[n, {WIDTH}] x, float[past, {WIDTH}] before, {weights})
-            => (float[n, {WIDTH}] y, float[all, {WIDTH}] after) {{
+    proto, random = (
+        parser.parse_model(
+            f"""<ir_version: 8, opset_import: ["": 17]>
+        chain (float[n, {width}] x, float[past, {width}] before) => (float[n, {width}] y, float[all, {width}] after) {{
             a0 = Identity(x)
             {nodes}
             after = Concat<axis=0>(before, a{LAYERS})
             mean = ReduceMean<axes=[0]>(after)
             y = Add(a{LAYERS}, mean)
         }}"""
+        ),
+        np.random.default_rng(0),
     )
+    for n in range(LAYERS):
+        weight = random.standard_normal((width, width)).astype(np.float32)
+        proto.graph.initializer.append(numpy_helper.from_array(weight, f"w{n}"))
+    return load(proto)
 
 
 @pytest.fixture(scope="module")
-def chain(tmp_path_factory):
-    """The chain with weights."""
-    from onnx import numpy_helper
-
-    proto, random = make_chain(), np.random.default_rng(0)
-    for n in range(LAYERS):
-        weight = random.standard_normal((WIDTH, WIDTH)).astype(np.float32)
-        proto.graph.initializer.append(numpy_helper.from_array(weight, f"w{n}"))
-    kept = [value for value in proto.graph.input if not value.name.startswith("w")]
-    del proto.graph.input[:]
-    proto.graph.input.extend(kept)
-    return load(proto)
+def chain():
+    return make_chain()
 
 
 def make_target(count: int = 2, memory: int = 1 << 30) -> Target:
@@ -72,7 +76,8 @@ def make_target(count: int = 2, memory: int = 1 << 30) -> Target:
 
 
 def profile(model, n: int, target: Target, front: str = FRONT) -> Profiled:
-    bound = bind_states(bind(model, {"n": n, "past": 8}, {}), ["after=before"])
+    bound = bind(model, {"n": n, "past": 8}, {})
+    bound = bound if "fixed" in front else bind_states(bound, ["after=before"])
     passes = Pipeline.parse(front).passes
     state, _ = Pipeline(passes).run(State(target).with_facts(bound))
     return Profiled(passes, state, Pipeline.parse(REST).passes, create_pass("emit"))
@@ -104,3 +109,98 @@ def test_at_its_own_size_the_step_is_its_own_and_alone_it_is_that_of_the_device(
     passes = elsewhere.replace_placer(create_pass("single"))
     there = predict(Strategy(name, "one device", passes, devices=(name,)), elsewhere)
     assert predict_elsewhere(single, elsewhere) == pytest.approx(there.step_seconds, rel=1e-9)
+
+
+def place(profiled: Profiled, name: str) -> Candidate:
+    """Return the whole model on one device."""
+    passes = profiled.replace_placer(create_pass("single"))
+    return predict(Strategy(name, "one device", passes, devices=(name,)), profiled)
+
+
+def test_a_plan_of_fixed_sizes_takes_no_others(chain):
+    front = "optimize{fixed_sizes=true},profile{estimate=true}"
+    own, other = (profile(chain, n, make_target(), front) for n in (1, 32))
+    fixed = place(own, "cpu:0")
+    assert predict_elsewhere(fixed, own) == pytest.approx(fixed.step_seconds)
+    assert predict_elsewhere(fixed, other) == math.inf
+
+
+def test_a_size_whose_values_do_not_fit_is_not_taken(chain):
+    memory = (LAYERS * WIDTH * WIDTH + 64 * WIDTH) * 4
+    own, large = (profile(chain, n, make_target(1, memory)) for n in (1, 256))
+    assert predict_elsewhere(place(own, "cpu:0"), large) == math.inf
+
+
+@pytest.mark.parametrize("step", ["shard{ways=2,exact=true}", "recompute{limit=0}"])
+def test_operators_in_parts_and_values_computed_again_grow_with_the_whole_model(chain, step):
+    own, large = (profile(chain, n, make_target()) for n in (64, 512))
+    if step.startswith("recompute"):
+        (recompute,) = Pipeline.parse(step).passes
+        item = place(own.insert(recompute, None), "cpu:0")
+    else:
+        passes = (*Pipeline.parse(step).passes, *own.replace_placer(create_pass("auto", seconds=0.5)))
+        item = predict(Strategy("parts", "sharded", passes), own)
+    growth = predict_elsewhere(item, large) / item.step_seconds
+    whole = place(large, "cpu:0").step_seconds / place(own, "cpu:0").step_seconds
+    assert predict_elsewhere(item, own) == pytest.approx(item.step_seconds, rel=1e-6)
+    assert 1 < growth <= whole * 1.2
+
+
+def test_weights_that_stream_take_as_long_at_each_size():
+    model, target = make_chain(1024), make_target(1, memory=10 << 20)
+    own, small = (profile(model, n, target) for n in (16, 1))
+    item = predict(Strategy("streamed", "streamed", own.replace_placer(create_pass("stream"))), own)
+    assert predict_elsewhere(item, own) == pytest.approx(item.step_seconds)
+    assert predict_elsewhere(item, small) >= item.step_seconds
+
+
+def test_a_device_that_the_other_profile_lacks_is_estimated_by_the_whole_model(chain):
+    own, other = profile(chain, 4, make_target(2)), profile(chain, 8, make_target(1))
+    assert 0 < predict_elsewhere(place(own, "cpu:1"), other) < math.inf
+
+
+def test_states_move_by_the_links_of_their_devices_and_stay_where_both_plans_have_them(chain):
+    devices = (Device("cpu:0", 1 << 30), Device("cpu:1", 1 << 30), Device("cuda:0", 1 << 30, model="G"))
+    target = Target(devices, tuple(Link(a.id, b.id, 1e-6, 1e9) for a in devices for b in devices if a is not b))
+    profiled = profile(chain, 4, target)
+    moves = predict_moves([place(profiled, device.id) for device in devices], target)
+    size = (8 + 4) * WIDTH * 4
+    assert (np.diag(moves) == 0).all()
+    assert (moves == moves.T).all()
+    assert moves[0, 1] == pytest.approx(2 * size / COPIED_BYTES_PER_SECOND)
+    assert moves[0, 2] == pytest.approx(size / COPIED_BYTES_PER_SECOND + size / 1e9)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.lists(st.floats(1e-4, 10.0), min_size=3, max_size=3), min_size=1, max_size=4),
+    st.lists(st.floats(0.1, 10), min_size=3, max_size=3),
+)
+def test_a_set_costs_at_most_what_each_of_its_plans_costs_where_states_do_not_move(steps, weights):
+    sets = rank_sets(np.array(steps), np.array(weights), 4, lambda plans: True)
+    losses = {item.plans: item.loss for item in sets}
+    assert losses
+    for plans, loss in losses.items():
+        assert all(loss <= other * (1 + 1e-9) for less, other in losses.items() if set(less) < set(plans))
+        assert {*next(item for item in sets if item.plans == plans).fastest} <= set(plans)
+
+
+def make_prediction(**devices: tuple[int, int]) -> Prediction:
+    """Return what devices hold: weights and values, of at most 10 bytes."""
+    records = tuple(
+        DeviceRecord(
+            id=name, nodes=1, compute_seconds=0, weights_bytes=own, peak_bytes=own + values, limit_bytes=own + values
+        ).model_copy(update={"limit_bytes": 10})
+        for name, (own, values) in devices.items()
+    )
+    return Prediction(None, records, np.zeros(0), np.zeros(0), np.zeros(0), ())
+
+
+def test_plans_together_hold_all_weights_and_the_values_of_one_and_pools_count_their_sum():
+    plans = [make_prediction(a=(3, 4)), make_prediction(a=(2, 1), b=(6, 0))]
+    pool = Pool(("a", "b"), 14)
+    assert hold_together(plans, [pool]) == {"a": 9, "b": 6, pool.id: 15}
+    assert fits_together(plans)
+    assert not fits_together(plans, [pool])
+    assert fits_together(plans[:1], [pool])
+    assert not fits_together([*plans, plans[0]])
