@@ -16,16 +16,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import onnx
-from machines import declared_weights, place_weights
+from machines import declared_weights, halve, place_weights
 from onnx import TensorProto, helper
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
-from onnxplace.driver.planned_sets import PlannedSet
 
 from decoder import decoder
-from onnxplace.driver.plan import Plan, plan_model
+from onnxplace.driver.plan import Plan, PlannedStrategy, plan_model
 from onnxplace.facts import Profile
 from onnxplace.model.decoders import recognise_decoder
 from onnxplace.model.loading import load
@@ -95,9 +94,9 @@ def make_cases() -> list[Case]:
 
 
 def write_decoder(folder: Path) -> Path:
-    """Write the decoder with weights of 4 bits; return its path."""
+    """Write the decoder, of float16 with weights of 4 bits; return its path."""
     with declared_weights():
-        model = decoder(layers=16, hidden=2048, heads=32, vocab=128256, positions=1024)
+        model = halve(decoder(layers=16, hidden=2048, heads=32, vocab=128256, positions=1024))
     weights = {item.name: item for item in model.graph.initializer if item.data_location == TensorProto.EXTERNAL}
     for node in model.graph.node:
         if node.op_type == "MatMul" and node.input[1] in weights:
@@ -117,7 +116,10 @@ def _quantise(model: onnx.ModelProto, node: onnx.NodeProto, weight: TensorProto)
         node.attribute.append(helper.make_attribute(name, value))
     blocks = rows // BLOCK
     scales = TensorProto(
-        name=f"{weight.name}/scales", dims=[columns * blocks], data_type=TensorProto.FLOAT, data_location=1
+        name=f"{weight.name}/scales",
+        dims=[columns * blocks],
+        data_type=TensorProto.FLOAT16,
+        data_location=TensorProto.EXTERNAL,
     )
     node.input.append(scales.name)
     model.graph.initializer.append(scales)
@@ -149,19 +151,24 @@ def calibrate(path: Path, prompt: int, device: Device, rates: Rates) -> Device:
     )
     profile = Pipeline.parse("profile{estimate=true}")
 
-    def predict(start: State, **rates: float) -> tuple[float, int]:
-        own = replace(device, type_operations_per_second={}, **rates)
+    def predict(start: State, rate: float, kernel_seconds: float) -> tuple[float, int]:
+        own = set_rates(device, rate, kernel_seconds)
         state, _ = profile.run(replace(start, target=Target((own,))))
         return float(predict_single_device_seconds(state)[0]), len(state[Profile].graph)
 
-    low, high = 1e10, 1e15
+    low, high, kernel = 1e10, 1e15, 0.0
     for _ in range(30):
         rate = math.sqrt(low * high)
-        seconds, nodes = predict(token, operations_per_second=rate, kernel_seconds=1e-9)
+        seconds, nodes = predict(token, rate, 1e-9)
         kernel = max(rates.token_seconds - seconds, 0.0) / nodes + 1e-9
-        is_slow = predict(whole, operations_per_second=rate, kernel_seconds=kernel)[0] > rates.prompt_seconds
+        is_slow = predict(whole, rate, kernel)[0] > rates.prompt_seconds
         low, high = (rate, high) if is_slow else (low, rate)
-    return replace(device, type_operations_per_second={}, operations_per_second=high, kernel_seconds=kernel)
+    return set_rates(device, high, kernel)
+
+
+def set_rates(device: Device, rate: float, kernel_seconds: float) -> Device:
+    """Return a device with one rate of operations for all types, and the least time of a kernel."""
+    return replace(device, type_operations_per_second={}, operations_per_second=rate, kernel_seconds=kernel_seconds)
 
 
 def plan_case(path: Path, case: Case) -> Plan:
@@ -170,29 +177,28 @@ def plan_case(path: Path, case: Case) -> Plan:
     return plan_model(path, target=target, shape={"past": case.prompt}, llm=True, estimate=True, effort="low")
 
 
-def answer_seconds(item: PlannedSet, tokens: int) -> float:
+def answer_seconds(item: PlannedStrategy, tokens: int) -> float:
     """Return what a prompt takes, with so many tokens after it."""
-    token, prompt = item.step_seconds
+    token, prompt = item.steps
     return prompt + item.move_seconds + tokens * token
 
 
 def format_case(case: Case, plan: Plan) -> str:
-    """Return the best set of plans for the answers of a case, and each single device, as Markdown."""
+    """Return the best set of plans for the answers of a case, the best pair of devices, and each device alone."""
     ranked = sorted(plan.sets, key=lambda item: answer_seconds(item, case.tokens))
-    alone = [item for item in ranked if item.plans == item.devices == 1]
-    best = ranked[0]
-    pairs = [item for item in ranked if item.plans > 1 and set(item.names) <= set(case.devices)]
-    basis = "rates as published" if case.rates else "peaks"
-    rows = []
-    for item in dict.fromkeys((best, *pairs[:1], *alone)):
-        token, prompt = item.step_seconds
+    names = [set(item.plans) for item in ranked]
+    best, alone = ranked[0], [item for item, used in zip(ranked, names) if len(used) == item.devices == 1]
+    pairs = [item for item, used in zip(ranked, names) if len(used) == 2 and used <= set(case.devices)]
+    basis, rows = "rates as published" if case.rates else "peaks", []
+    for item in {item.name: item for item in (best, *pairs[:1], *alone)}.values():
+        token, prompt = item.steps
         seconds = answer_seconds(item, case.tokens)
         cells = (
-            *item.names[::-1],
+            *item.plans[::-1],
             f"{(prompt + item.move_seconds) * 1e3:,.0f} ms",
             f"{1 / token:.1f}",
             f"{item.move_seconds * 1e3:.2g} ms",
-            f"{item.peak_bytes / 1e9:.1f} GB",
+            f"{(item.peak_bytes or 0) / 1e9:.1f} GB",
             f"{seconds:.2f} s",
             f"{seconds / answer_seconds(best, case.tokens):.2f}",
         )

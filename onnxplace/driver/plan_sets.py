@@ -181,9 +181,12 @@ def _find_steps(
     """Return the step of each plan at a size: measured in turns where they can run, else predicted."""
     if measures:
         return _measure([item.bundle for item in plans], sized.model.feeds(0))
-    own, profiled = _identify(compiled[index].bundle), compiled[index].candidate.profiled
-    others = [None if _identify(item.bundle) == own else predict_elsewhere(item.candidate, profiled) for item in plans]
-    return np.array([plan.bundle.manifest.step_seconds if step is None else step for plan, step in zip(plans, others)])
+    # Plans that are the same are kept once, with the step of the first size that has them.
+    own, profiled = compiled[index].bundle, compiled[index].candidate.profiled
+    others = (item.candidate if _identify(item.bundle) != _identify(own) else None for item in plans)
+    return np.array(
+        [own.manifest.step_seconds if other is None else predict_elsewhere(other, profiled) for other in others]
+    )
 
 
 def _measure(bundles: Sequence[Bundle], feeds: Mapping[str, Any]) -> Floats:
