@@ -212,8 +212,8 @@ def plan_model(
         is_measured = settings.target is None and settings.machine is None and not is_estimated
         shortage = report_core_shortage(target, bound.name) if is_measured else None
         notes = (*notes, *([shortage] if shortage else []))
-        bare = [State(target).with_facts(item.model).with_notes(*notes) for item in sized]
-        starts = [Pipeline((optimize,)).run(state)[0] for state in bare]
+        starts = [State(target).with_facts(item.model).with_notes(*notes) for item in sized]
+        starts = [Pipeline((optimize,)).run(state)[0] for state in starts]
         subjects = find_subjects(starts[0][Model], [explain] if isinstance(explain, str) else explain)
         for number, state_of_size in enumerate(starts):
             if observer:
@@ -275,14 +275,15 @@ def _predict_sets(
     target, plans = profiled[0].state.target, list(_list_plans(results, profiled[0]))
     steps = np.array([[predict_elsewhere(item, part) for part in profiled] for item in plans])
     memory = [Pipeline((create_pass("predict"),)).run(item.state)[0][Prediction] for item in plans]
-    pools, moves = target.pools, predict_moves(plans, target)
-
-    def fits(indices: Sequence[int]) -> bool:
-        return fits_together([memory[index] for index in indices], pools)
-
-    sets = list[PlanSet]()
+    pools, moves, sets = target.pools, predict_moves(plans, target), list[PlanSet]()
     with suppress(InfeasibleError):
-        sets = rank_sets(steps, np.array(weights), MAX_PLANS, fits, move_seconds=moves)
+        sets = rank_sets(
+            steps,
+            np.array(weights),
+            MAX_PLANS,
+            lambda indices: fits_together([memory[index] for index in indices], pools),
+            move_seconds=moves,
+        )
     useful = [item for item in sets if set(item.fastest) == set(item.plans)]
     alone = [item for item in useful if len(item.plans) == 1]
     singles = [item for item in alone if plans[item.plans[0]].devices == 1]

@@ -9,10 +9,9 @@ session knows where one becomes faster than the other.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, partial
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -43,6 +42,9 @@ MAX_HALVINGS = 3
 MAX_SIZES = 32
 # States that move between plans are read and written in the host's memory, each at this rate.
 COPIED_BYTES_PER_SECOND = 4e9
+
+
+_Homes = Mapping[str, tuple[Device, int]]
 
 
 @dataclass(frozen=True)
@@ -228,28 +230,25 @@ def predict_moves(plans: Sequence[Candidate], target: Target) -> Floats:
     States that another device has in the other plan leave their device, and enter the other one, through the host's
     memory. They have the bytes that they have after a call.
     """
-    copy_seconds = cache(partial(_find_copy_seconds, target))
-    homes = [{name: (device, size) for name, device, size in _list_state_homes(plan)} for plan in plans]
-
-    def leave(own: Mapping[str, tuple[Device, int]], other: Mapping[str, tuple[Device, int]]) -> float:
-        moved = (state for name, state in own.items() if name not in other or other[name][0] != state[0])
-        return sum(size * copy_seconds(device) for device, size in moved)
-
-    return np.array([[leave(own, other) + leave(other, own) for other in homes] for own in homes])
+    homes = [_find_state_homes(plan) for plan in plans]
+    used = dict.fromkeys(device for states in homes for device, _ in states.values())
+    rates = {item: COPIED_BYTES_PER_SECOND if item.is_host else find_host_rate(target, item) for item in used}
+    left = np.array([[_sum_moved(own, other, rates) for other in homes] for own in homes])
+    return left + left.T
 
 
-def _find_copy_seconds(target: Target, device: Device) -> float:
-    return 1 / (COPIED_BYTES_PER_SECOND if device.is_host else find_host_rate(target, device))
+def _sum_moved(own: _Homes, other: _Homes, rates: Mapping[Device, float]) -> float:
+    """Return the seconds in which states leave devices that others have in the other plan."""
+    return sum(size / rates[home] for name, (home, size) in own.items() if other.get(name, (None,))[0] != home)
 
 
-def _list_state_homes(plan: Candidate) -> Iterator[tuple[str, Device, int]]:
-    """Yield each state with the device that keeps it between calls, and its bytes."""
+def _find_state_homes(plan: Candidate) -> _Homes:
+    """Return by name of each state the device that keeps it between calls, and its bytes."""
     model, graph = plan.state[Model], plan.state[Profile].graph
     index = {name: value for value, name in enumerate(graph.value_names)}
-    for name, output in model.states.items():
-        value = index[model.sources.get(output, output)]
-        home = int(plan.state[Placement].device[graph.producer[value]])
-        yield name, plan.state.target.devices[home], int(graph.value_bytes[value])
+    values = ((name, index[model.sources.get(output, output)]) for name, output in model.states.items())
+    home = [plan.state.target.devices[device] for device in plan.state[Placement].device]
+    return {name: (home[graph.producer[value]], int(graph.value_bytes[value])) for name, value in values}
 
 
 def _record(sizes: Mapping[str, int], seconds: Floats, weight: float = 0.0) -> SizeRecord:

@@ -3,10 +3,12 @@
 import math
 
 import numpy as np
+import onnx
 import pytest
 from hypothesis import given, settings, strategies as st
 from onnx import numpy_helper, parser
 
+import onnxplace
 from onnxplace.bundle.manifest import DeviceRecord
 from onnxplace.driver.candidates import (
     Candidate,
@@ -204,3 +206,45 @@ def test_plans_together_hold_all_weights_and_the_values_of_one_and_pools_count_t
     assert not fits_together(plans, [pool])
     assert fits_together(plans[:1], [pool])
     assert not fits_together([*plans, plans[0]])
+
+
+def compile_for(path, out, devices: Target | None, *sizes: int, **options):
+    shapes = [{"n": n} for n in sizes]
+    settings = {"target": devices} if devices else {"devices": "cpu:0"}
+    return onnxplace.compile(path, out, shape=shapes, trial=False, effort="low", **settings, **options)
+
+
+def test_without_a_trial_each_plan_has_a_predicted_step_at_each_size(tmp_path):
+    devices = (
+        Device("cpu:0", 1 << 30, operations_per_second=1e12, memory_bytes_per_second=2e9),
+        Device("cuda:0", 1 << 30, model="G", operations_per_second=2e10, memory_bytes_per_second=1e11),
+    )
+    links = tuple(Link(a.id, b.id, 5e-3, 1e10) for a in devices for b in devices if a is not b)
+    path = tmp_path / "m.onnx"
+    proto = parser.parse_model(
+        '<ir_version: 8, opset_import: ["": 17]> m (float[n, 1024] x) => (float[n, 1024] y) { y = MatMul(x, w) }'
+    )
+    proto.graph.initializer.append(numpy_helper.from_array(np.ones((1024, 1024), np.float32), "w"))
+    onnx.save(proto, path)
+    bundle = compile_for(path, tmp_path / "two", Target(devices, links), 1, 256)
+    small, large = bundle.manifest.sizes
+    assert [{segment.device for segment in plan.manifest.segments} for plan in bundle.plans] == [{"cuda:0"}, {"cpu:0"}]
+    assert small.seconds[0] < small.seconds[1]
+    assert large.seconds[1] < large.seconds[0]
+    one = compile_for(path, tmp_path / "one", Target(devices, links), 1, 256, plans=1)
+    assert len(one.plans) == 1
+    assert {item.seconds for item in one.manifest.sizes} <= {
+        (item.seconds[k],) for item in (small, large) for k in (0, 1)
+    }
+
+
+def test_a_plan_that_is_the_same_for_two_sizes_has_the_step_of_each(tmp_path):
+    path = tmp_path / "m.onnx"
+    onnx.save(
+        parser.parse_model(
+            '<ir_version: 8, opset_import: ["": 17]> m (float[n, 64] x) => (float[n, 64] y) {y = Exp(x)}'
+        ),
+        path,
+    )
+    small, large = compile_for(path, tmp_path / "b", None, 1, 100_000).manifest.sizes
+    assert large.seconds[0] > 10 * small.seconds[0]
