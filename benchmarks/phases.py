@@ -156,8 +156,8 @@ def calibrate(path: Path, prompt: int, device: Device, rates: Rates) -> Device:
         state, _ = profile.run(replace(start, target=Target((own,))))
         return float(predict_single_device_seconds(state)[0]), len(state[Profile].graph)
 
-    low, high, kernel = 1e10, 1e15, 0.0
-    for _ in range(30):
+    low, high, kernel = 1e11, 1e14, 0.0
+    for _ in range(16):
         rate = math.sqrt(low * high)
         seconds, nodes = predict(token, rate, 1e-9)
         kernel = max(rates.token_seconds - seconds, 0.0) / nodes + 1e-9

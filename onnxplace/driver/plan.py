@@ -53,8 +53,8 @@ from onnxplace.utils.quantities import format_milliseconds, format_object, forma
 # How long each placement of stages is searched.
 STAGES_SECONDS: Mapping[Effort, float] = {"low": 0.2, "default": 2, "high": 10}
 # Of each size, so many strategies are combined with those of others. So many sets of at most `MAX_PLANS` plans are
-# listed, next to single devices.
-MAX_COMBINED, MAX_LISTED, MAX_PLANS = 4, 5, 3
+# listed, next to those in which each plan is on one device.
+MAX_COMBINED, MAX_LISTED, MAX_PLANS = 3, 5, 3
 # One request takes one copy.
 COPIES = ("copies", "copied stages")
 
@@ -271,7 +271,7 @@ def _predict_strategies(
 def _predict_sets(
     results: Sequence[Sequence[Result]], profiled: Sequence[Profiled], weights: Sequence[float]
 ) -> Iterator[PlannedStrategy]:
-    """Yield the best set of plans first, then others by their mean step, with one for each single device."""
+    """Yield the best set of plans first, then others by their mean step, and all of plans on one device."""
     target, plans = profiled[0].state.target, list(_list_plans(results, profiled[0]))
     steps = np.array([[predict_elsewhere(item, part) for part in profiled] for item in plans])
     memory = [Pipeline((create_pass("predict"),)).run(item.state)[0][Prediction] for item in plans]
@@ -286,8 +286,8 @@ def _predict_sets(
         )
     useful = [item for item in sets if set(item.fastest) == set(item.plans)]
     alone = [item for item in useful if len(item.plans) == 1]
-    singles = [item for item in alone if plans[item.plans[0]].devices == 1]
-    for item in {item.plans: item for item in (*useful[:MAX_LISTED], *alone[:1], *singles)}.values():
+    pairs = [item for item in useful if all(plans[index].devices == 1 for index in item.plans)]
+    for item in {item.plans: item for item in (*useful[:MAX_LISTED], *alone[:1], *pairs)}.values():
         names, together = [plans[index].name for index in item.fastest], [memory[index] for index in item.plans]
         yield PlannedStrategy(
             name=" + ".join(dict.fromkeys(names)),

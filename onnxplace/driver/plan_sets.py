@@ -233,7 +233,7 @@ def predict_moves(plans: Sequence[Candidate], target: Target) -> Floats:
     homes = [_find_state_homes(plan) for plan in plans]
     used = dict.fromkeys(device for states in homes for device, _ in states.values())
     rates = {item: COPIED_BYTES_PER_SECOND if item.is_host else find_host_rate(target, item) for item in used}
-    left = np.array([[_sum_moved(own, other, rates) for other in homes] for own in homes])
+    left: Floats = np.array([[_sum_moved(own, other, rates) for other in homes] for own in homes])
     return left + left.T
 
 
