@@ -138,3 +138,11 @@ def test_plans_that_fit_no_device_together_are_not_a_set(run_cli, decoder, targe
     none = run_cli("plan", decoder, "--target", target, "--effort", "low", "--max-memory", "10000", *STATE, *SIZES)
     assert none.code == 3
     assert "no plans take all sizes together" in none.out
+
+
+def test_saved_plans_for_several_sizes_are_compared(run_cli, decoder, target, tmp_path):
+    for name in ("a", "b"):
+        saved = run_cli("plan", decoder, "--target", target, "--effort", "low", "--json", *STATE, *SIZES)
+        (tmp_path / name).write_text(saved.out)
+    ran = run_cli("plan", "--diff", tmp_path / "a", tmp_path / "b")
+    assert ran.code == 0, ran.err
