@@ -37,13 +37,7 @@ from onnxplace.graph.op_graph import Floats, OpGraph, sum_by
 from onnxplace.model.model import Model
 from onnxplace.pipeline.pipeline import Observer, Pipeline, Timing
 from onnxplace.pipeline.registry import find_plugin
-from onnxplace.problem import (
-    describe_shortage,
-    fits_single_device,
-    list_transfer_bytes,
-    predict_request_seconds,
-    predict_step_seconds,
-)
+from onnxplace.problem import describe_shortage, fits_single_device, list_transfer_bytes, predict_step_seconds
 from onnxplace.simulation.simulated_contention import simulate_with_contention
 from onnxplace.state import Pass, State
 
@@ -289,8 +283,8 @@ def predict_elsewhere(candidate: Candidate, profiled: Profiled) -> float:
     step = simulate_with_contention(coarse, seconds, state.target, home, np.arange(len(home), dtype=np.int32))
     if describe_shortage(state.target, step.peak_bytes, step.pool_peak_bytes):
         return math.inf
-    step_seconds = step.makespan_seconds + predict_request_seconds(state)
-    return max(step_seconds, candidate.step_seconds) if Streaming in state else step_seconds
+    more_seconds = step.makespan_seconds - segments.simulation.makespan_seconds
+    return candidate.step_seconds + (max(more_seconds, 0.0) if Streaming in state else more_seconds)
 
 
 def _resize(profile: Profile, own: Profile, other: Profile) -> tuple[OpGraph, dict[str, Floats]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -277,13 +278,8 @@ def _predict_sets(
     memory = [Pipeline((create_pass("predict"),)).run(item.state)[0][Prediction] for item in plans]
     pools, moves, sets = target.pools, predict_moves(plans, target), list[PlanSet]()
     with suppress(InfeasibleError):
-        sets = rank_sets(
-            steps,
-            np.array(weights),
-            MAX_PLANS,
-            lambda indices: fits_together([memory[index] for index in indices], pools),
-            move_seconds=moves,
-        )
+        fits = partial(fits_together, memory, pools)
+        sets = rank_sets(steps, np.array(weights), MAX_PLANS, fits, move_seconds=moves)
     useful = [item for item in sets if set(item.fastest) == set(item.plans)]
     alone = [item for item in useful if len(item.plans) == 1]
     pairs = [item for item in useful if all(plans[index].devices == 1 for index in item.plans)]

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -144,7 +145,7 @@ def join_sizes(
         steps,
         weights,
         most,
-        lambda indices: fits_together([bundles[index].manifest for index in indices], target.pools),
+        partial(fits_together, [bundle.manifest for bundle in bundles], target.pools),
         move_seconds=predict_moves([item.candidate for item in plans], target),
         is_worst_ratio=is_worst_ratio,
     )[0].plans
@@ -217,11 +218,12 @@ def hold_together(plans: Sequence[Manifest | Prediction], pools: Sequence[Pool])
     return held | {pool.id: sum(held.get(name, 0) for name in pool.devices) for pool in pools}
 
 
-def fits_together(plans: Sequence[Manifest | Prediction], pools: Sequence[Pool] = ()) -> bool:
-    """Return whether devices and pools have room for what several plans hold together."""
-    limits = {item.id: item.limit_bytes for plan in plans for item in plan.devices}
+def fits_together(plans: Sequence[Manifest | Prediction], pools: Sequence[Pool], indices: Sequence[int]) -> bool:
+    """Return whether devices and pools have room for the plans at some indices together."""
+    chosen = [plans[index] for index in indices]
+    limits = {item.id: item.limit_bytes for plan in chosen for item in plan.devices}
     limits |= {pool.id: pool.memory_bytes for pool in pools}
-    return all(size <= limits[name] for name, size in hold_together(plans, pools).items())
+    return all(size <= limits[name] for name, size in hold_together(chosen, pools).items())
 
 
 def predict_moves(plans: Sequence[Candidate], target: Target) -> Floats:

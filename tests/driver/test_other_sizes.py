@@ -202,10 +202,10 @@ def test_plans_together_hold_all_weights_and_the_values_of_one_and_pools_count_t
     plans = [make_prediction(a=(3, 4)), make_prediction(a=(2, 1), b=(6, 0))]
     pool = Pool(("a", "b"), 14)
     assert hold_together(plans, [pool]) == {"a": 9, "b": 6, pool.id: 15}
-    assert fits_together(plans)
-    assert not fits_together(plans, [pool])
-    assert fits_together(plans[:1], [pool])
-    assert not fits_together([*plans, plans[0]])
+    assert fits_together(plans, [], (0, 1))
+    assert not fits_together(plans, [pool], (0, 1))
+    assert fits_together(plans, [pool], (0,))
+    assert not fits_together(plans, [], (0, 1, 0))
 
 
 def compile_for(path, out, devices: Target | None, *sizes: int, **options):
