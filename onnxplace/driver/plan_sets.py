@@ -111,7 +111,8 @@ def rank_sets(
     sets.sort(key=lambda item: (item.loss, len(item.plans)))
     best, limit = sets[0], 1 + MIN_PLAN_GAIN
     enough = [item for item in sets if item.loss <= limit * best.loss and (item.seconds <= limit * best.seconds).all()]
-    chosen = min(enough, key=lambda item: (len(item.plans), item.loss))
+    # Digits that only tell errors of rounding do not decide; then the plan of the first size does.
+    chosen = min(enough, key=lambda item: (len(item.plans), float(f"{item.loss:.6g}"), item.plans))
     return [chosen, *(item for item in sets if item is not chosen)]
 
 
