@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -273,7 +274,7 @@ def _predict_sets(
     results: Sequence[Sequence[Result]], profiled: Sequence[Profiled], weights: Sequence[float]
 ) -> Iterator[PlannedStrategy]:
     """Yield the best set of plans first, then others by their mean step, and all of plans on one device."""
-    target, plans = profiled[0].state.target, list(_list_plans(results, profiled[0]))
+    target, plans = profiled[0].state.target, list(_list_plans(results, profiled))
     steps = np.array([[predict_elsewhere(item, part) for part in profiled] for item in plans])
     memory = [Pipeline((create_pass("predict"),)).run(item.state)[0][Prediction] for item in plans]
     pools, moves, sets = target.pools, predict_moves(plans, target), list[PlanSet]()
@@ -297,12 +298,17 @@ def _predict_sets(
         )
 
 
-def _list_plans(results: Sequence[Sequence[Result]], profiled: Profiled) -> Iterator[Candidate]:
-    """Yield one device of each class alone, then the fastest ways of each size to use several devices."""
-    single = profiled.replace_placer(create_pass("single"))
-    for name in {device.cost_class: device.id for device in reversed(profiled.state.target.devices)}.values():
+def _list_plans(results: Sequence[Sequence[Result]], profiled: Sequence[Profiled]) -> Iterator[Candidate]:
+    """Yield one device of each class alone, then the fastest ways of each size to use several devices.
+
+    Where sizes are fixed, each size has its own plan on a device.
+    """
+    is_fixed = any(getattr(step, "fixed_sizes", False) for step in profiled[0].front)
+    names = {device.cost_class: device.id for device in reversed(profiled[0].state.target.devices)}.values()
+    for part, name in product(profiled if is_fixed else profiled[:1], names):
         with suppress(InfeasibleError):  # it has no room for the whole model
-            yield predict(Strategy(name, "one device", single, devices=(name,)), profiled)
+            single = part.replace_placer(create_pass("single"))
+            yield predict(Strategy(name, "one device", single, devices=(name,)), part)
     for number, items in enumerate(results, 1):
         built = (item for item in items if isinstance(item, Candidate) and item.strategy.kind not in COPIES)
         several = sorted((item for item in built if item.devices > 1), key=lambda item: item.step_seconds)

@@ -146,3 +146,24 @@ def test_saved_plans_for_several_sizes_are_compared(run_cli, decoder, target, tm
         (tmp_path / name).write_text(saved.out)
     ran = run_cli("plan", "--diff", tmp_path / "a", tmp_path / "b")
     assert ran.code == 0, ran.err
+
+
+def test_with_fixed_sizes_each_size_has_a_plan_of_its_own(run_cli, model_file):
+    options = (
+        "plan",
+        model_file,
+        "--devices",
+        "cpu:0,cpu:1",
+        "--effort",
+        "low",
+        "--shape",
+        "batch=2,3",
+        "--fixed-sizes",
+    )
+    ran = run_cli(*options, "--json")
+    assert ran.code == 0, ran.err
+    sets = json.loads(ran.out)["sets"]
+    assert sets
+    assert all(len(item["steps"]) == 2 and min(item["steps"]) > 0 for item in sets)
+    loose = json.loads(run_cli(*options[:-1], "--json").out)["sets"]
+    assert sets[0]["peak_bytes"] > loose[0]["peak_bytes"], "the weights of two plans"
