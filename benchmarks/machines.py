@@ -218,7 +218,7 @@ def place_weights(model: onnx.ModelProto, folder: Path) -> None:
     end = 0
     for tensor in model.graph.initializer:
         if tensor.data_location == TensorProto.EXTERNAL:
-            size = math.prod(tensor.dims) * (2 if tensor.data_type == TensorProto.FLOAT16 else 4)
+            size = math.prod(tensor.dims) * helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
             del tensor.external_data[:]
             for key, value in (("location", HOLES), ("offset", str(end)), ("length", str(size))):
                 tensor.external_data.add(key=key, value=value)

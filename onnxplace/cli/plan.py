@@ -119,7 +119,10 @@ def plan(
         text += [line for name, item in plans.items() for line in _format_explanations(item, f" on {name}")]
         print_text("\n".join([*text, *([_recommend(rows, goals)] if rows else [])]))
     else:
-        print_text(_format_plan(next(iter(plans.values())), next(iter(plans))))
+        (name, first), *_ = plans.items()
+        texts = [_format_plan(item, name) for item in (first, *first.others)]
+        texts += [_format_sets(first, is_decoder=options["llm"] and len(sizes) < 2)] if first.others else []
+        print_text("\n\n".join(texts))
     print_notes(list(dict.fromkeys(note for item in plans.values() for note in item.diagnostics)))
     if not rows:
         raise SystemExit(InfeasibleError.exit_code)
@@ -155,8 +158,9 @@ def _format_machines(
     prices_header = ("price/h", f"per million {load}") if rows[0].price_per_hour is not None else ()
     limits = _explain_limits((f"{row.machine}, {row.strategy.name}", row.strategy) for row in rows)
     limits += [f"{name}: {text}" for name, plan in plans.items() for text in plan.advice]
-    table = format_table((*header, *prices_header, "limited by"), cells, left=2)
-    return "\n".join([f"a request is {plans[rows[0].machine].request}", table, *limits, _ESTIMATES])
+    table, first = format_table((*header, *prices_header, "limited by"), cells, left=2), plans[rows[0].machine]
+    requests = " or ".join(item.request for item in (first, *first.others))
+    return "\n".join([f"a request is {requests}", table, *limits, _ESTIMATES])
 
 
 def _recommend(rows: Sequence[MachineRow], goals: Goals) -> str:
@@ -221,6 +225,30 @@ def _format_plan(plan: Plan, machine: str) -> str:
     curves = [format_table(curve_header, curve)] if curve else []
     parts = [*best, *limits, *estimates, *problems, *curves, *_format_explanations(plan)]
     return "\n".join([title, format_table(header, rows), legend, *parts])
+
+
+def _format_sets(plan: Plan, *, is_decoder: bool) -> str:
+    """Return the table of sets of plans for several sizes, and what the best one gains.
+
+    Of a decoder, the first size is a token, the second one a prompt.
+    """
+    if not plan.sets:
+        return "no plans take all sizes together within the memory of the devices"
+    requests = [f"size {number}: {item.request}" for number, item in enumerate((plan, *plan.others), 1)]
+    sizes, rows, best = range(1, len(requests) + 1), list[tuple[str, ...]](), plan.sets[0].interval_seconds or 1.0
+    header = [*(f"plan for size {number}" for number in sizes), *(f"step {number}" for number in sizes)]
+    header = ["tokens", "prompt", "tokens/s", "first token"] if is_decoder else header
+    for item in plan.sets:
+        steps, mean = [format_milliseconds(step) for step in item.steps], item.interval_seconds or 0.0
+        if is_decoder:
+            steps = [f"{1 / item.steps[0]:.4g}", format_milliseconds(item.steps[1] + item.move_seconds)]
+        times = (format_milliseconds(item.move_seconds), format_milliseconds(mean), f"{mean / best:.2f}")
+        rows.append((*item.plans, *steps, *times, format_bytes(item.peak_bytes or 0)))
+    table = format_table((*header, "move", "mean step", "to the first", "memory"), rows, left=len(requests))
+    legend = (
+        "the first is best; mean step: by how often each size is, with moves; memory: of the fullest device or pool"
+    )
+    return "\n".join(["sets of plans:", *requests, table, legend])
 
 
 def _format_explanations(plan: Plan, where: str = "") -> Iterator[str]:

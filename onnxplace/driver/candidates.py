@@ -8,6 +8,7 @@ milliseconds to seconds, a trial takes seconds of all devices.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -32,9 +33,12 @@ from onnxplace.facts import (
     Streaming,
     is_refused,
 )
+from onnxplace.graph.op_graph import Floats, OpGraph, sum_by
+from onnxplace.model.model import Model
 from onnxplace.pipeline.pipeline import Observer, Pipeline, Timing
 from onnxplace.pipeline.registry import find_plugin
-from onnxplace.problem import fits_single_device, list_transfer_bytes, predict_step_seconds
+from onnxplace.problem import describe_shortage, fits_single_device, list_transfer_bytes, predict_step_seconds
+from onnxplace.simulation.simulated_contention import simulate_with_contention
 from onnxplace.state import Pass, State
 
 # The code of the note that lists the placers that `auto` tried.
@@ -250,6 +254,58 @@ def predict(strategy: Strategy, profiled: Profiled, observer: Observer | None = 
     if strategy.everywhere or strategy.groups:
         strategy, state = _add_routes(strategy, state)
     return Candidate(strategy, profiled, state, placed.timings)
+
+
+def predict_elsewhere(candidate: Candidate, profiled: Profiled) -> float:
+    """Return the predicted step of a candidate, in seconds, with requests of the sizes of another profile.
+
+    Its segments stay as they are. It is infinite where memory is too small, and for a candidate of fixed sizes. What is
+    exact, and what an estimate:
+
+    - Whole operators: each node takes the time that the other profile has for it on its device.
+    - Operators or batches in parts, values computed again: nodes grow as the whole model does on their class of device,
+      and values as all values together. Latencies and calls stay as they are.
+    - Weights that stream: a step takes at least as long as at the candidate's own size, since they take as long.
+    - Several routes: a request takes the first one.
+    """
+    own, other, state, segments = candidate.profiled.state, profiled.state, candidate.state, candidate.state[Segments]
+    is_fixed = any(
+        getattr(step, name, False) for step in candidate.pipeline.passes for name in ("fixed_sizes", "fixed")
+    )
+    if is_fixed and own[Model].input_shapes() != other[Model].input_shapes():
+        return math.inf
+    graph, changes = _resize(state[Profile], own[Profile], other[Profile])
+    segment_of, home = np.zeros(len(graph), dtype=np.int32), np.zeros(len(segments.segments), dtype=np.int32)
+    for index, segment in enumerate(segments.segments):
+        segment_of[segment.nodes], home[index] = index, segment.device
+    rows = [sum_by(segment_of, changes[device.cost_class], len(home)) for device in state.target.devices]
+    coarse, seconds = graph.contract(segment_of), segments.seconds + np.stack(rows)
+    step = simulate_with_contention(coarse, seconds, state.target, home, np.arange(len(home), dtype=np.int32))
+    if describe_shortage(state.target, step.peak_bytes, step.pool_peak_bytes):
+        return math.inf
+    more_seconds = step.makespan_seconds - segments.simulation.makespan_seconds
+    return candidate.step_seconds + (max(more_seconds, 0.0) if Streaming in state else more_seconds)
+
+
+def _resize(profile: Profile, own: Profile, other: Profile) -> tuple[OpGraph, dict[str, Floats]]:
+    """Return the graph of a profile at another size, and by class of device what its nodes take more there.
+
+    Args:
+        profile: Of what was placed.
+        own: Of the model that it was made of, at the same size.
+        other: Of the model at the other size.
+    """
+    graph, graphs = profile.graph, {(item.graph.names, item.graph.value_names) for item in (profile, own, other)}
+    if len(graphs) == 1 and own.seconds.keys() <= other.seconds.keys():
+        values, workspace = other.graph.value_bytes, other.graph.workspace_bytes
+        changes = {name: other.seconds[name] - seconds for name, seconds in own.seconds.items()}
+    else:
+        growth = float(other.graph.value_bytes.sum() / max(own.graph.value_bytes.sum(), 1))
+        values, workspace = ((size * growth).astype(np.int64) for size in (graph.value_bytes, graph.workspace_bytes))
+        before, after = ({name: s[~is_refused(s)].sum() for name, s in item.seconds.items()} for item in (own, other))
+        ratios = {name: after.get(name, min(after.values())) / max(total, 1e-12) for name, total in before.items()}
+        changes = {name: (ratios[name] - 1) * seconds for name, seconds in profile.seconds.items()}
+    return replace(graph, value_bytes=values, workspace_bytes=workspace), changes
 
 
 def _add_routes(strategy: Strategy, state: State) -> tuple[Strategy, State]:

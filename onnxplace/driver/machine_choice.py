@@ -22,7 +22,7 @@ class Goals:
     """What a machine has to reach."""
 
     latency_seconds: float = math.inf
-    """The most that a request may take."""
+    """The most that a request of any size may take."""
     rate: float = 0.0
     """Requests per second that have to be answered."""
 
@@ -69,7 +69,7 @@ def list_machine_rows(plans: Mapping[str, Plan], goals: Goals, prices: Mapping[s
     """
     rows = []
     for machine, plan in plans.items():
-        meeting = [item for item in plan.strategies if goals.are_met(item)]
+        meeting = [item for item in (plan.sets if plan.others else plan.strategies) if goals.are_met(item)]
         best = replace(plan, strategies=tuple(meeting)).find_best()
         for item in (item for item in meeting if item in best):
             price = prices[machine] if prices else None

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from contextlib import suppress
+from dataclasses import astuple, dataclass, field, replace
+from itertools import product
 from pathlib import Path
+
+import numpy as np
 
 from onnxplace.driver.candidates import (
     Candidate,
@@ -12,7 +16,9 @@ from onnxplace.driver.candidates import (
     Result,
     Strategy,
     create_pass,
+    predict,
     predict_all,
+    predict_elsewhere,
     rank_texts,
 )
 from onnxplace.driver.choose import (
@@ -29,11 +35,13 @@ from onnxplace.driver.choose import (
     stream_curve,
 )
 from onnxplace.driver.explaining import Explanation, explain_subjects, find_subjects
+from onnxplace.driver.plan_memory import PlanMemory, fits_together, hold_together
+from onnxplace.driver.plan_sets import PlanSet, predict_moves, rank_sets
 from onnxplace.driver.settings import EFFORTS, CompileSettings, Effort, choose_streaming, choose_target, require_effort
 from onnxplace.driver.sources import SizesRequest, bind_source, open_source
 from onnxplace.driver.step_parts import StepPart, list_step_parts, suggest_fixed_sizes
-from onnxplace.errors import Diagnostic
-from onnxplace.facts import Profile, Schedule, Segments, Shards, Source
+from onnxplace.errors import Diagnostic, InfeasibleError
+from onnxplace.facts import Prediction, Profile, Schedule, Segments, Shards, Source
 from onnxplace.feeds.feeds import Array
 from onnxplace.measure.trial import report_core_shortage
 from onnxplace.model.loading import load
@@ -46,6 +54,11 @@ from onnxplace.utils.quantities import format_milliseconds, format_object, forma
 
 # How long each placement of stages is searched.
 STAGES_SECONDS: Mapping[Effort, float] = {"low": 0.2, "default": 2, "high": 10}
+# Of each size, so many strategies are combined with those of others. So many sets of at most `MAX_PLANS` plans are
+# listed, next to those in which each plan is on one device.
+MAX_COMBINED, MAX_LISTED, MAX_PLANS = 3, 5, 3
+# One request takes one copy.
+COPIES = ("copies", "copied stages")
 
 
 @dataclass(frozen=True)
@@ -73,6 +86,12 @@ class PlannedStrategy:
     """Reason why there is no prediction."""
     pipeline: str = ""
     """Text with which `onnxplace compile --pipeline` builds it."""
+    plans: tuple[str, ...] = ()
+    """Of a set of plans: that of each size."""
+    steps: tuple[float, ...] = ()
+    """Of a set of plans: seconds of each size."""
+    move_seconds: float = 0.0
+    """What it takes to move states between two plans."""
 
     @property
     def limited_by(self) -> str:
@@ -110,6 +129,11 @@ class Plan:
     """Steps for several memory limits, with weights that stream; only if asked for."""
     explanations: tuple[Explanation, ...] = ()
     """Why nodes and values are where they are; only if asked for."""
+    others: tuple[Plan, ...] = ()
+    """The same for each further size of requests."""
+    sets: tuple[PlannedStrategy, ...] = ()
+    """Plans for all sizes together, the best set first; only for several sizes. The latency is that of the slowest
+    size, and the interval a mean step, by how often each size is, with the moves of states."""
 
     def find_best(self) -> tuple[PlannedStrategy | None, PlannedStrategy | None]:
         """Return the strategies of least latency and of most requests, of those that fit; None if none does."""
@@ -157,10 +181,10 @@ def plan_model(
         machine: The name of a machine instead, such as 8xH100-NVLink.
         providers: Further execution providers for the hardware of the devices, as for `compile`.
         max_memory: Limit of each device.
-        shape: Sizes of symbolic dimensions.
+        shape: Sizes of symbolic dimensions; for several sizes, sets of plans are predicted too (`Plan.sets`).
         inputs: Arrays by name, for measurements.
         state: Carried states, as for `compile`.
-        llm: Whether states and sizes of a decoder are recognised.
+        llm: Whether states and sizes of a decoder are recognised, of a token and of a prompt.
         fixed_sizes: Whether bundles would take these sizes alone.
         costs: A cost file to use instead of measuring.
         cache: Whether earlier measurements may be used.
@@ -190,28 +214,45 @@ def plan_model(
         is_measured = settings.target is None and settings.machine is None and not is_estimated
         shortage = report_core_shortage(target, bound.name) if is_measured else None
         notes = (*notes, *([shortage] if shortage else []))
-        if observer:
-            observer("profile", 0, 1)
-        start, _ = Pipeline((optimize,)).run(State(target).with_facts(bound).with_notes(*notes))
-        subjects = find_subjects(start[Model], [explain] if isinstance(explain, str) else explain)
-        start, _ = Pipeline((profile,)).run(start)
+        starts = [State(target).with_facts(item.model).with_notes(*notes) for item in sized]
+        starts = [Pipeline((optimize,)).run(state)[0] for state in starts]
+        subjects = find_subjects(starts[0][Model], [explain] if isinstance(explain, str) else explain)
+        for number, state_of_size in enumerate(starts):
+            if observer:
+                observer("profile", number, len(sized))
+            starts[number], _ = Pipeline((profile,)).run(state_of_size)
     stages = create_pass("stages", seconds=STAGES_SECONDS[effort])
     rest = (create_pass("coplace", join="never"), create_pass("fuse"), stages, create_pass("split"))
-    profiled = Profiled((optimize, profile), start, rest, make_pass("emit"))
-    results = _predict_strategies(profiled, choose_streaming(settings, target), stream, effort, observer)
+    profiled = [Profiled((optimize, profile), start, rest, make_pass("emit")) for start in starts]
+    streaming = choose_streaming(settings, target)
+    predicted = [_predict_strategies(part, streaming, stream, effort, observer) for part in profiled]
+    first, *others = (
+        _summarise(part, results, item.model, str(model), stream)
+        for part, results, item in zip(profiled, predicted, sized)
+    )
+    return replace(
+        first,
+        explanations=explain_subjects(starts[0], subjects, predicted[0]),
+        others=tuple(others),
+        sets=tuple(_predict_sets(predicted, profiled, [item.weight for item in sized])) if others else (),
+    )
+
+
+def _summarise(profiled: Profiled, results: Sequence[Result], model: Model, path: str, has_curve: bool) -> Plan:
+    """Return the strategies for one size."""
+    state = profiled.state
     built = [item for item in results if isinstance(item, Candidate)]
     fastest = min(built, key=lambda item: item.step_seconds, default=None)
-    streamed = next((item for item in built if stream and item.strategy.kind == "streamed"), None)
-    sources = [start[Profile].sources[device.cost_class] for device in target.devices]
+    streamed = next((item for item in built if has_curve and item.strategy.kind == "streamed"), None)
+    sources = [state[Profile].sources[device.cost_class] for device in state.target.devices]
     return Plan(
-        model=bound.name or Path(model).name,
+        model=model.name or Path(path).name,
         is_measured=all(bool((source != Source.ESTIMATED).all()) for source in sources),
         strategies=tuple(_describe(item, results[0]) for item in _omit_copied_stages(results)),
-        diagnostics=start.diagnostics,
-        request=_describe_request(bound),
+        diagnostics=state.diagnostics,
+        request=_describe_request(model),
         advice=tuple(note.message for note in suggest_fixed_sizes(fastest)) if fastest else (),
         stream_curve=tuple(stream_curve(streamed)) if streamed else (),
-        explanations=explain_subjects(start, subjects, results),
     )
 
 
@@ -227,6 +268,58 @@ def _predict_strategies(
             yield list_streamed(profiled, streaming)
 
     return predict_all(propose, profiled, observer)
+
+
+def _predict_sets(
+    results: Sequence[Sequence[Result]], profiled: Sequence[Profiled], weights: Sequence[float]
+) -> Iterator[PlannedStrategy]:
+    """Yield the best set of plans first, then others by their mean step, and all of plans on one device."""
+    target, plans = profiled[0].state.target, list(_list_plans(results, profiled))
+    steps = np.array([[predict_elsewhere(item, part) for part in profiled] for item in plans])
+    predictions = [Pipeline((create_pass("predict"),)).run(item.state)[0][Prediction] for item in plans]
+    memory = [PlanMemory(item.devices, target, {}) for item in predictions]
+
+    def fits(indices: Sequence[int]) -> bool:
+        return fits_together([memory[index] for index in indices])
+
+    sets, moves = list[PlanSet](), predict_moves(plans, target)
+    with suppress(InfeasibleError):
+        sets = rank_sets(steps, np.array(weights), MAX_PLANS, fits, move_seconds=moves)
+    useful = [item for item in sets if set(item.fastest) == set(item.plans)]
+    alone = [item for item in useful if len(item.plans) == 1]
+    pairs = [item for item in useful if all(plans[index].devices == 1 for index in item.plans)]
+    for item in {item.plans: item for item in (*useful[:MAX_LISTED], *alone[:1], *pairs)}.values():
+        names, together = [plans[index].name for index in item.fastest], [memory[index] for index in item.plans]
+        held = {name: record.peak_bytes for name, record in hold_together(together).items()}
+        pools = [sum(held[name] for name in pool.devices) for pool in target.pools]
+        yield PlannedStrategy(
+            name=" + ".join(dict.fromkeys(names)),
+            devices=len({device.id for part in together for device in part.devices if device.nodes}),
+            step_seconds=float(item.seconds.max()),
+            interval_seconds=item.loss / sum(weights),
+            peak_bytes=max(*(held[device.id] for device in target.devices), *pools, 0),
+            plans=tuple(names),
+            steps=tuple(item.seconds.tolist()),
+            move_seconds=item.move_seconds,
+        )
+
+
+def _list_plans(results: Sequence[Sequence[Result]], profiled: Sequence[Profiled]) -> Iterator[Candidate]:
+    """Yield one device of each class alone, then the fastest ways of each size to use several devices.
+
+    Where sizes are fixed, each size has its own plan on a device.
+    """
+    is_fixed = any(getattr(step, "fixed_sizes", False) for step in profiled[0].front)
+    names = {device.cost_class: device.id for device in reversed(profiled[0].state.target.devices)}.values()
+    for part, name in product(profiled if is_fixed else profiled[:1], names):
+        with suppress(InfeasibleError):  # it has no room for the whole model
+            single = part.replace_placer(create_pass("single"))
+            yield predict(Strategy(name, "one device", single, devices=(name,)), part)
+    for number, items in enumerate(results, 1):
+        built = (item for item in items if isinstance(item, Candidate) and item.strategy.kind not in COPIES)
+        several = sorted((item for item in built if item.devices > 1), key=lambda item: item.step_seconds)
+        for item in several[:MAX_COMBINED]:
+            yield replace(item, strategy=replace(item.strategy, name=f"{item.name}, as for size {number}"))
 
 
 def _describe_request(model: Model) -> str:

@@ -19,27 +19,34 @@ from typing import Any, TypeVar
 import numpy as np
 
 from onnxplace.bundle.bundle import Bundle
-from onnxplace.bundle.manifest import InputRecord, Manifest, OutputRecord, SizeRecord
+from onnxplace.bundle.manifest import InputRecord, OutputRecord, SizeRecord
+from onnxplace.driver.candidates import Candidate, predict_elsewhere
 from onnxplace.driver.join_plans import join_plans
 from onnxplace.driver.plan_memory import PlanMemory, fits_together, hold_together
 from onnxplace.driver.sources import SizedModel
 from onnxplace.driver.trials import Compiled
 from onnxplace.errors import Diagnostic, InfeasibleError, NoteWarning, OnnxplaceError
+from onnxplace.facts import Placement, Profile
 from onnxplace.feeds.dimensions import drop_derived_sizes
 from onnxplace.graph.op_graph import Floats
+from onnxplace.machine.transfer_rates import find_host_rate
 from onnxplace.measure.cached_trials import build_trial_key
 from onnxplace.measure.trial import find_trial_obstacle, replace_manifest, run_trials
 from onnxplace.model.lowering import bind
 from onnxplace.model.model import Model
 from onnxplace.model.tensors import read_shape_entries
+from onnxplace.target.target import Device, Target
 from onnxplace.utils.quantities import format_milliseconds
 
 # A further plan has to make the step of some size shorter by more than this, or it is not worth opening.
 MIN_PLAN_GAIN = 0.04
 # Sizes that are tried between two that take different plans: each halves the range in which the other one takes over.
 MAX_HALVINGS = 3
-# States that move between plans pass through the host's memory, read and written.
-MOVED_BYTES_PER_SECOND = 2e9
+# States that move between plans are read and written in the host's memory, each at this rate.
+COPIED_BYTES_PER_SECOND = 4e9
+
+
+_Homes = Mapping[str, tuple[Device, int]]
 
 AnyDeclared = TypeVar("AnyDeclared", InputRecord, OutputRecord)
 
@@ -51,68 +58,70 @@ class PlanSet:
     plans: tuple[int, ...]
     seconds: Floats
     loss: float
+    fastest: tuple[int, ...]
+    """The plan of each size."""
+    move_seconds: float = 0.0
+    """The longest move of states between two plans."""
 
     @staticmethod
     def of(plans: Sequence[int], steps: Floats, weights: Floats, *, is_worst_ratio: bool) -> PlanSet:
         """Return a set of plans with its weighted step, or its worst ratio to the best step of each size."""
-        seconds = steps[list(plans)].min(axis=0)
+        seconds, fastest = steps[list(plans)].min(axis=0), np.array(plans)[steps[list(plans)].argmin(axis=0)]
         ratios = seconds / steps.min(axis=0)
-        return PlanSet(tuple(plans), seconds, float(ratios.max() if is_worst_ratio else seconds @ weights))
+        loss = float(ratios.max() if is_worst_ratio else seconds @ weights)
+        return PlanSet(tuple(plans), seconds, loss, tuple(fastest.tolist()))
 
 
-def choose_plans(
+def rank_sets(
     steps: Floats,
     weights: Floats,
     most: int,
     fits: Callable[[Sequence[int]], bool],
     *,
-    move_seconds: float = 0.0,
+    move_seconds: Floats | float = 0.0,
     is_worst_ratio: bool = False,
-) -> tuple[int, ...]:
-    """Return the plans that a bundle gets, by index: few, and nearly as fast as any `most` of them.
+) -> list[PlanSet]:
+    """Return the sets of plans that a bundle could have: the one that it gets, then all others, the best first.
+
+    It gets few plans that are together nearly as fast as any `most` of them.
 
     Args:
         steps: Seconds of each plan at each size (plans, sizes), infinite where it does not run.
         weights: How often each size is.
         most: The largest number of plans.
         fits: Whether the memory of the devices holds some plans together.
-        move_seconds: What it takes to move states from one plan to another.
+        move_seconds: What it takes to move states from one plan to another [plan, plan], or between any two.
         is_worst_ratio: Whether the largest ratio to the best step of a size counts, instead of the weighted step.
 
     Raises InfeasibleError if no set of plans takes all sizes.
 
-    >>> choose_plans(np.array([[1.0, 96.0], [2.0, 69.0]]), np.ones(2), 3, lambda plans: True)
+    >>> rank_sets(np.array([[1.0, 96.0], [2.0, 69.0]]), np.ones(2), 3, lambda plans: True)[0].plans
     (0, 1)
     """
-    sets = [
-        PlanSet.of(plans, steps, weights, is_worst_ratio=is_worst_ratio)
-        for count in range(1, min(most, len(steps)) + 1)
-        for plans in combinations(range(len(steps)), count)
-        if fits(plans)
-    ]
-    # A switch comes with a request of the rarer kind; the time of a move is part of its step.
-    moves = [
-        replace(
-            item, loss=item.loss + (0.0 if is_worst_ratio else move_seconds * _count_switches(item, steps, weights))
-        )
-        for item in sets
-        if np.isfinite(item.seconds).all()
-    ]
-    if not moves:
+    moves, sets = np.broadcast_to(move_seconds, (len(steps),) * 2), list[PlanSet]()
+    for plans in (plans for count in range(1, most + 1) for plans in combinations(range(len(steps)), count)):
+        item = PlanSet.of(plans, steps, weights, is_worst_ratio=is_worst_ratio)
+        move = max((float(moves[pair]) for pair in combinations(plans, 2)), default=0.0)
+        # A switch comes with a request of the rarer kind; the time of a move is part of its step.
+        lost = 0.0 if is_worst_ratio else move * _count_switches(item, weights)
+        if np.isfinite(item.seconds).all() and fits(plans):
+            sets.append(replace(item, loss=item.loss + lost, move_seconds=move))
+    if not sets:
         message = "no plans take all sizes together within the memory of the devices"
         raise InfeasibleError(
             "P001", message, where="--shape", hint="raise --plans or --max-memory, or give fewer sizes"
         )
-    best = min(moves, key=lambda item: (item.loss, len(item.plans)))
-    limit = 1 + MIN_PLAN_GAIN
-    enough = [item for item in moves if item.loss <= limit * best.loss and (item.seconds <= limit * best.seconds).all()]
-    return min(enough, key=lambda item: (len(item.plans), item.loss)).plans
+    sets.sort(key=lambda item: (item.loss, len(item.plans)))
+    best, limit = sets[0], 1 + MIN_PLAN_GAIN
+    enough = [item for item in sets if item.loss <= limit * best.loss and (item.seconds <= limit * best.seconds).all()]
+    # Digits that only tell errors of rounding do not decide; then the plan of the first size does.
+    chosen = min(enough, key=lambda item: (len(item.plans), float(f"{item.loss:.6g}"), item.plans))
+    return [chosen, *(item for item in sets if item is not chosen)]
 
 
-def _count_switches(item: PlanSet, steps: Floats, weights: Floats) -> float:
+def _count_switches(item: PlanSet, weights: Floats) -> float:
     """Return how often requests that follow one another change the plan, at least."""
-    fastest = steps[list(item.plans)].argmin(axis=0)
-    shares = np.bincount(fastest, weights, len(item.plans))
+    shares = np.bincount(item.fastest, weights)
     return float(2 * (shares.sum() - shares.max()))
 
 
@@ -126,7 +135,7 @@ def join_sizes(
         sized: The model with each size.
         most: The largest number of plans.
         measures: Whether the plans may run here.
-        is_worst_ratio: As for `choose_plans`.
+        is_worst_ratio: As for `rank_sets`.
     """
     keys = [_identify(item.bundle) for item in compiled]
     plans = [item for index, item in enumerate(compiled) if keys[index] not in keys[:index]]
@@ -136,15 +145,14 @@ def join_sizes(
         measures = find_trial_obstacle(*bundles) is None
     steps = np.stack([_find_steps(plans, compiled, index, sized[index], measures) for index in range(len(sized))], 1)
     memory = [PlanMemory.of(bundle) for bundle in bundles]
-    moved = sum(item.bytes for item in _list_states(bundles[0].manifest)) / MOVED_BYTES_PER_SECOND
-    chosen = choose_plans(
+    chosen = rank_sets(
         steps,
         weights,
         most,
         lambda indices: fits_together([memory[index] for index in indices]),
-        move_seconds=moved,
+        move_seconds=predict_moves([item.candidate for item in plans], compiled[0].candidate.state.target),
         is_worst_ratio=is_worst_ratio,
-    )
+    )[0].plans
     # Where a size has its plan, the host takes no other plan's part in it on a device that needs static shapes.
     own = np.array([[key == other for other in keys] for key in dict.fromkeys(keys)])
     static = np.array([any(segment.static for segment in bundle.manifest.segments) for bundle in bundles])
@@ -190,9 +198,11 @@ def _find_steps(
     """Return the step of each plan at a size: measured in turns where they can run, else predicted."""
     if measures:
         return _measure([item.bundle for item in plans], sized.model.feeds(0))
-    own = _identify(compiled[index].bundle)
+    # Plans that are the same are kept once, with the step of the first size that has them.
+    own, profiled = compiled[index].bundle, compiled[index].candidate.profiled
+    others = (item.candidate if _identify(item.bundle) != _identify(own) else None for item in plans)
     return np.array(
-        [item.bundle.manifest.step_seconds if _identify(item.bundle) == own else math.inf for item in plans]
+        [own.manifest.step_seconds if other is None else predict_elsewhere(other, profiled) for other in others]
     )
 
 
@@ -216,9 +226,31 @@ def _takes(bundle: Bundle, feeds: Mapping[str, Any]) -> bool:
     )  # fmt: skip
 
 
-def _list_states(manifest: Manifest) -> list[Any]:
-    values = {item.name: item.value for item in manifest.outputs}
-    return [manifest.values[values[item.output]] for item in manifest.states if values[item.output] in manifest.values]
+def predict_moves(plans: Sequence[Candidate], target: Target) -> Floats:
+    """Return the seconds in which the states of one plan become those of another [plan, plan].
+
+    States that another device has in the other plan leave their device, and enter the other one, through the host's
+    memory. They have the bytes that they have after a call.
+    """
+    homes = [_find_state_homes(plan) for plan in plans]
+    used = dict.fromkeys(device for states in homes for device, _ in states.values())
+    rates = {item: COPIED_BYTES_PER_SECOND if item.is_host else find_host_rate(target, item) for item in used}
+    left: Floats = np.array([[_sum_moved(own, other, rates) for other in homes] for own in homes])
+    return left + left.T
+
+
+def _sum_moved(own: _Homes, other: _Homes, rates: Mapping[Device, float]) -> float:
+    """Return the seconds in which states leave devices that others have in the other plan."""
+    return sum(size / rates[home] for name, (home, size) in own.items() if other.get(name, (None,))[0] != home)
+
+
+def _find_state_homes(plan: Candidate) -> _Homes:
+    """Return by name of each state the device that keeps it between calls, and its bytes."""
+    model, graph = plan.state[Model], plan.state[Profile].graph
+    index = {name: value for value, name in enumerate(graph.value_names)}
+    values = ((name, index[model.sources.get(output, output)]) for name, output in model.states.items())
+    home = [plan.state.target.devices[device] for device in plan.state[Placement].device]
+    return {name: (home[graph.producer[value]], int(graph.value_bytes[value])) for name, value in values}
 
 
 def _record(sizes: Mapping[str, int], seconds: Floats, weight: float = 0.0) -> SizeRecord:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -77,6 +77,8 @@ class Compiled:
     pipeline: str
     timings: tuple[Timing, ...]
     diagnostics: tuple[Diagnostic, ...]
+    candidate: Candidate = field(repr=False, compare=False)
+    """What was written, by which its step is predicted at other sizes."""
 
 
 def finish_bundle(
@@ -115,7 +117,7 @@ def finish_bundle(
     notes = tuple(_name_result(note, staging) for note in dict.fromkeys(kept.state.diagnostics))
     kept = replace(kept, state=replace(kept.state, diagnostics=notes))
     bundle = replace_manifest(bundle, manifest.model_copy(update={"diagnostics": notes}))
-    return Compiled(bundle, str(kept.pipeline), timings, notes)
+    return Compiled(bundle, str(kept.pipeline), timings, notes, kept)
 
 
 class _Trials:

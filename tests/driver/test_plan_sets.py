@@ -6,11 +6,16 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from onnxplace.driver.plan_sets import MIN_PLAN_GAIN, choose_plans, find_middle
+from onnxplace.driver.plan_sets import MIN_PLAN_GAIN, find_middle, rank_sets
 from onnxplace.driver.sources import list_sizes
 from onnxplace.errors import InfeasibleError, UsageError
 
 STEP = st.one_of(st.floats(1e-4, 10.0), st.just(np.inf))
+
+
+def choose_plans(*arguments, **options) -> tuple[int, ...]:
+    """Return the plans that a bundle gets."""
+    return rank_sets(*arguments, **options)[0].plans
 
 
 def everything_fits(plans) -> bool:
