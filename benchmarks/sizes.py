@@ -48,6 +48,8 @@ Call = Callable[[], object]
 # At sizes that were compiled for, and at others.
 LIMITS = {True: 1.05, False: 1.10}
 TOKENS = 32
+# Short steps are repeated more often: for this time in a round, or at most so often.
+ROUND_SECONDS, MAX_REPEAT = 0.3, 150
 KEYS = ("model", "sizes", "kind", "plan", "plans", "first alone", "second alone", "overhead_alone", "within")
 
 
@@ -155,13 +157,16 @@ class Measurement:
 
     def compare(self, calls: Sequence[Call]) -> dict[str, Any]:
         """Return the seconds of each call, and the overhead of the first one over the better one of the others."""
-        seconds, overheads = list[list[float]](), list[float]()
+        seconds, overheads, repeat = list[list[float]](), list[float](), self.repeat
         for number in range(self.rounds + 1):
-            timings = time_in_turns({str(index): call for index, call in enumerate(calls)}, self.repeat, 1)
+            # Each is the first of a round in turn: the first one finds the caches as the last one has left them.
+            order = sorted(range(len(calls)), key=lambda index: (index - number) % len(calls))
+            timings = time_in_turns({str(index): calls[index] for index in order}, repeat, 1)
             times = [timings[str(index)].median_seconds for index in range(len(calls))]
             if number:
                 seconds.append(times)
                 overheads.append(times[0] / min(times[1:]))
+            repeat = max(self.repeat, min(round(ROUND_SECONDS / max(times)), MAX_REPEAT))
         return {
             **dict(zip(("plans", "first alone", "second alone"), map(median, zip(*seconds)))),
             "overhead_alone": median(overheads),
@@ -174,7 +179,7 @@ class Measurement:
 
         def make_call(session: onnxplace.InferenceSession) -> Callable[[], Result]:
             has_states = bool(self.bundle.manifest.states)
-            return lambda: (session.conversation() if has_states else session).submit(feeds).result()
+            return lambda: (session.conversation() if has_states else session).run_timed(feeds)
 
         calls = [make_call(session) for session in self.sessions]
         return {**self.compare(calls), "plan": str(calls[0]().plan)}
@@ -188,9 +193,9 @@ class Measurement:
         def make_call(session: onnxplace.InferenceSession) -> Call:
             def converse() -> None:
                 conversation = session.conversation()
-                plans[:] = [conversation.submit(first).result().plan]
+                plans[:] = [conversation.run_timed(first).plan]
                 for token in range(TOKENS):
-                    plans.append(conversation.submit({"tokens": np.full((1, 1), token, np.int64)}).result().plan)
+                    plans.append(conversation.run_timed({"tokens": np.full((1, 1), token, np.int64)}).plan)
 
             return converse
 
@@ -213,7 +218,7 @@ def measure(name: str, folder: Path, options: argparse.Namespace) -> Iterator[Ro
         bundles.append(onnxplace.compile(path, output, devices=options.devices, shape=shape, state=state, force=True))
     with ExitStack() as stack:
         sessions = [stack.enter_context(onnxplace.InferenceSession(bundle, warmup=True)) for bundle in bundles]
-        measurement = Measurement(sessions, bundles[0], options.rounds, 5 if options.quick else 20)
+        measurement = Measurement(sessions, bundles[0], options.rounds, 3 if options.quick else 9)
         kinds = [("compiled for", size) for size in case.sizes] + [("between", size) for size in case.between]
         for kind, sizes in kinds:
             report_progress(f"{name}: {format_sizes(sizes)}")
