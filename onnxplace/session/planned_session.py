@@ -51,7 +51,7 @@ MAX_KNOWN_SIZES = 4096
 OPENING_GRACE_SECONDS = 2.0
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Ticket:
     """A request on its way to a plan, and through it."""
 
@@ -79,15 +79,19 @@ class Line:
         self._lock, self._changes = threading.Lock(), WaitList()
         self._tickets: dict[Ticket, None] = {}
 
+    def note(self, ticket: Ticket) -> None:
+        """Let a request in that waits for none; `leave` has to follow whatever happens."""
+        self._tickets[ticket] = None
+        if len(self._tickets) > 1:
+            for item in list(self._tickets):
+                item.is_alone = False
+
     def join(self, ticket: Ticket, may_begin: Callable[[Sequence[Ticket]], bool]) -> None:
         """Wait until a request may begin, given those before it; `leave` has to follow whatever happens."""
         while True:
             with self._lock:
-                self._tickets[ticket] = None  # it keeps its place
-                if len(self._tickets) > 1:
-                    for item in self._tickets:
-                        item.is_alone = False
-                if may_begin(list(itertools.takewhile(lambda item: item is not ticket, self._tickets))):
+                self.note(ticket)  # it keeps its place
+                if may_begin(list(itertools.takewhile(lambda item: item is not ticket, list(self._tickets)))):
                     return
                 wakeup = self._changes.enter()
             if isinstance(threading.current_thread(), WorkerThread):  # which others may need to end
@@ -101,8 +105,9 @@ class Line:
     def leave(self, ticket: Ticket) -> None:
         """Note the end of a request, once or more often."""
         self._tickets.pop(ticket, None)
-        with self._lock:
-            self._changes.wake()
+        if self._tickets:
+            with self._lock:  # so that none is between its check and its wait
+                self._changes.wake()
 
 
 class OpenPlans:
@@ -168,6 +173,8 @@ class OpenPlans:
 
     def convert_feeds(self, plan: int, feeds: Feeds, moved: Feeds) -> Feeds:
         """Return feeds of the first plan, and whole states that are not fed, in the parts of a plan."""
+        if not self.is_split and not moved:
+            return feeds
         return self.splits[plan].cut_feeds({**moved, **self.splits[0].join_feeds(feeds)})
 
     def list_usable(self, size: SizeSteps, ticket: Ticket) -> list[int]:
@@ -182,7 +189,7 @@ class OpenPlans:
             if plan in self.openings:
                 self.openings[plan].join(ticket.count_seconds())
                 if self.openings[plan].is_alive():
-                    raise interface.run_timeout_error(ticket.timeout, f"plan {plan + 1} is being opened")
+                    raise interface.run_timeout_error(ticket.timeout, f"plan {plan} is being opened")
         opened = [plan for plan in plans if plan in self.sessions]
         if opened or self.is_ended:
             return opened or [0]
@@ -199,7 +206,7 @@ class OpenPlans:
     def _open_in_background(self, plan: int) -> None:
         with self._lock:
             if plan not in self.openings:
-                name = f"onnxplace plan {plan + 1}"
+                name = f"onnxplace plan {plan}"
                 thread = threading.Thread(target=self._open_later, args=(plan,), name=name, daemon=True)
                 start_thread(thread)
                 self.openings[plan] = thread
@@ -210,7 +217,7 @@ class OpenPlans:
         except BaseException as failure:  # noqa: BLE001 - other plans run the requests, or their callers get it
             self._failures[plan] = failure
             if not self.is_ended and getattr(failure, "code", "") != "X006":
-                message = f"plan {plan + 1} cannot be opened, and others run its requests: {failure}"
+                message = f"plan {plan} cannot be opened, and others run its requests: {failure}"
                 call_guarded(warnings.warn, NoteWarning(Diagnostic("X018", message, where=self._where)))
 
 
@@ -300,16 +307,20 @@ class PlannedConversation(RuntimeSession, SessionStates):
         """Choose the plan of a request; return its session there, and the feeds and states as this one has them."""
         plans = self._plans
         size = ticket.size = plans.find_size(feeds)
-        usable = plans.list_usable(size, ticket)
         if plans.state_names:
+            usable = plans.list_usable(size, ticket)
             self._line.join(ticket, lambda others: self._may_begin(ticket, feeds, usable, others))
             if ticket.plan != self._plan:
                 self._take_along(ticket, feeds)
             self._is_empty = False
         else:
-            plan = size.choose()
-            ticket.plan = plan if plan in usable else min(usable, key=size.seconds.__getitem__)
-        plans.line.join(ticket, lambda others: plans.is_roomy or all(item.plan == ticket.plan for item in others))
+            ticket.plan = size.choose()
+            if ticket.plan not in plans.sessions or plans.sessions[ticket.plan].failure is not None:
+                ticket.plan = min(plans.list_usable(size, ticket), key=size.seconds.__getitem__)
+        if plans.is_roomy:
+            plans.line.note(ticket)
+        else:
+            plans.line.join(ticket, lambda others: all(item.plan == ticket.plan for item in others))
         names = plans.splits[ticket.plan].expand_names(plans.splits[0].join_names(states)) if states else ()
         return self._find_session(ticket.plan), plans.convert_feeds(ticket.plan, feeds, ticket.moved or {}), names
 
@@ -317,6 +328,8 @@ class PlannedConversation(RuntimeSession, SessionStates):
         """End a request; return the result of its plan as the first plan would return it."""
         self._end(ticket, result.seconds)
         outputs, split = result.outputs, self._plans.splits[ticket.plan]
+        if not (self._plans.is_split or result.events or ticket.plan):
+            return result
         if self._plans.is_split:
             whole = {name: split.find_output(outputs, name) for name in split.join_names(outputs)}
             outputs = self._plans.splits[0].cut_outputs(whole)

@@ -34,24 +34,20 @@ class TurnQueue:
         """Ask for a turn; wait until `has_begun`. It is over with `leave`, which has to follow whatever happens."""
         turn = Turn(processors, wake)
         with self._lock:
+            turn.has_begun = all(processors.isdisjoint(other.processors) for other in self._turns.values())
             self._turns[key] = turn
-            self._begin_next()
         return turn
 
     def leave(self, key: Hashable) -> None:
         """End a turn, begun or not, if there is one; an interrupted call may be repeated."""
         with self._lock:
             self._turns.pop(key, None)
-            self._begin_next()
-
-    def _begin_next(self) -> None:
-        """Begin each turn that waits for none before it; they are as few as devices."""
-        taken = frozenset[str]()
-        for turn in self._turns.values():
-            if not taken & turn.processors:
-                turn.has_begun = True
-                turn.wake()
-            taken |= turn.processors
+            taken = frozenset[str]()
+            for turn in self._turns.values():  # they are as few as devices
+                if taken.isdisjoint(turn.processors):
+                    turn.has_begun = True
+                    turn.wake()
+                taken |= turn.processors
 
 
 shared_turns: ContextVar[TurnQueue | None] = ContextVar("turns of several engines", default=None)

@@ -622,7 +622,7 @@ def test_a_request_that_no_open_plan_takes_waits_for_its_plan(rows, slow_opening
         manifest = session._session._plans._bundles[0].manifest
         fixed = manifest.values["x"].model_copy(update={"shape": (SMALL, 4)})
         monkeypatch.setitem(manifest.values, "x", fixed)
-        with pytest.raises(RunTimeoutError, match="plan 2 is being opened"):
+        with pytest.raises(RunTimeoutError, match="plan 1 is being opened"):
             session.run(None, feed_rows(LARGE), timeout=0.05)
         slow_opening.set()
         assert session.run_timed(feed_rows(LARGE)).plan == 1
@@ -666,7 +666,7 @@ def test_a_session_may_end_while_a_plan_is_opened(rows, slow_opening, is_closed)
     gc.collect()
     slow_opening.set()
     wait_until(lambda: not list_worker_threads())
-    wait_until(lambda: not any(item.name == "onnxplace plan 2" for item in threading.enumerate()))
+    wait_until(lambda: not any(item.name == "onnxplace plan 1" for item in threading.enumerate()))
 
 
 def test_a_closed_conversation_refuses_requests_of_any_plan(session):
