@@ -115,7 +115,7 @@ class OpenPlans:
 
     def __init__(self, bundle: Bundle, open_plan: Callable[[Bundle], RuntimeSession]) -> None:
         self._bundles, self._open_plan, self._process = bundle.plans, open_plan, os.getpid()
-        manifest, self._where = bundle.manifest, str(bundle.path)
+        manifest, self._where, self._inputs = bundle.manifest, str(bundle.path), bundle.inputs
         self.splits = [SplitStates(item.manifest) for item in self._bundles]
         self.is_split = any(self.splits)
         self.state_names = {item.input for item in manifest.states}
@@ -150,7 +150,7 @@ class OpenPlans:
             return size
         sizes: Mapping[str, int] = {}
         with suppress(FeedError):  # inputs that contradict each other are refused by the plan
-            sizes = dimensions_of_feeds(feeds, self._bundles[0].inputs)
+            sizes = dimensions_of_feeds(feeds, self._inputs)
         steps = self._table.predict(sizes)
         size = SizeSteps([step if self.takes(plan, feeds) else math.inf for plan, step in enumerate(steps)])
         if math.isinf(size.seconds[size.choice]):
