@@ -174,7 +174,9 @@ def test_a_bundle_of_one_plan_for_several_sizes_has_rows_too(run_cli, bundle):
     edit(bundle / MANIFEST_FILE, keep_one_plan)
     data = only_json(run_cli("bench", bundle, "--repeat", "2", "--no-memory", "--json"))
     assert [item["predicted_seconds"] for item in data["sizes"]][1] == 4e-3
-    assert "step of 1 plan at each size\n" in compile_summary(onnxplace.load(bundle))
+    assert "step of 1 plan at each size; the figures above are those of plan 0 at batch=4\n" in compile_summary(
+        onnxplace.load(bundle)
+    )
 
 
 # -------------------------------------------------------------------------------------------------------------- verify
