@@ -412,7 +412,10 @@ def _check_link(file: Path, link: LinkRecord, check: Check) -> None:
     """Raise BundleError if a linked weights file changed since the compile."""
     hint = "compile the model again, or restore the file as it was then"
     if not file.is_file():
-        hint = "keep the bundle and the model's weights in the folder where it was compiled, or compile again"
+        hint = (
+            "keep the bundle and the model's weights in the folder where it was compiled, and a plan in its bundle, or "
+            "compile again"
+        )
         raise BundleError(
             "N009", "this weights file, to which the bundle refers, is missing", where=str(file), hint=hint
         )

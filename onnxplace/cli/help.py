@@ -17,7 +17,7 @@ GROUPS = {
     "Choice of a machine": "latency rate fit price",
     "Addresses": "host port grpc_port",
     "Sizes and inputs": (
-        "shape fixed_sizes inputs against state llm sizes steps seed custom_op_library graph_format data batch"
+        "shape plans fixed_sizes inputs against state llm sizes steps seed custom_op_library graph_format data batch"
     ),
     "Search": "objective placer effort budget pipeline costs save_costs no_cache estimate no_trial placement",
     "Splitting and constraints": (

@@ -89,7 +89,8 @@ objective_option = click.option(
     type=click.Choice(["latency", "worst-ratio", "throughput", "fit", "step"]),
     default="latency",
     show_default=True,
-    help="Least step time, most steps per second, least traffic of placements that fit, or least training step.",
+    help="Least step time, least worst ratio to the best plan of each of several sizes, most steps per second, "
+    "least traffic of placements that fit, or least training step.",
 )
 budget_option = click.option(
     "--budget", type=FiniteNumber(), metavar="SECONDS", help="Time limit of the search, more than 0  [default: 2]"
@@ -101,7 +102,14 @@ devices_option = click.option(
     "--devices", shell_complete=complete_devices, metavar="cuda:0,cpu:0", help="Default: all GPUs, else cpu:0,cpu:1."
 )
 target_output_option = click.option("-o", "--output", type=PATH, metavar="F.toml", help="Write the target to a file.")
-shape_option = click.option("--shape", metavar="batch=8,seq=128", default="", help="Sizes of symbolic dimensions.")
+# Given twice, it is one text, in which a dimension may be given once.
+shape_option = click.option(
+    "--shape",
+    multiple=True,
+    callback=lambda *arguments: ",".join(arguments[-1]),
+    metavar="batch=8,seq=128",
+    help="Sizes of symbolic dimensions.",
+)
 # Those of commands that read a model and compare ways to run it.
 model_options = stack(
     devices_option,
@@ -293,7 +301,7 @@ def _parse_sizes(text: str, max_sizes: int = 1024) -> dict[str, tuple[int, ...]]
             sizes[last] += (int(size),)
             continue
         if not key or not _SIZE.fullmatch(size):
-            hint = "write dimensions as batch=8,seq=128"
+            hint = "write dimensions as batch=8,seq=128; a weight, how often it comes, follows as batch=8,seq=128=0.1"
             raise UsageError("M022", f"not a dimension: {format_value(item)}", where="--shape", hint=hint)
         if key in sizes:
             raise UsageError("M022", f"dimension {key!r} is given twice", where="--shape", hint="give it once")

@@ -108,7 +108,7 @@ def _print_sizes(comparisons: Sequence[SizeComparison]) -> None:
             print_text(f"REFUSED with {item.text}, which the model takes: {item.message}")
         elif item.is_fatal:
             print_text(f"skipped with {item.text}: {item.message}")
-    if taken := [item.text for item in comparisons if item.sizes and not item.refused_by]:
+    if taken := [item.text for item in comparisons if item.text and not item.refused_by]:
         print_text(f"compared with {'; '.join(taken)}")
     if skipped := [item.text for item in comparisons if item.result == "skipped" and not item.is_fatal]:
         print_text(f"skipped, as the model refuses them: {'; '.join(skipped)}")

@@ -318,7 +318,7 @@ def find_measurement_obstacle(device: Device) -> str | None:
     if not device.is_host:
         hardware = find_hardware(device)
         if device.model and hardware is not None and device.model != hardware.name:
-            return f"{device.id} on this machine is a {hardware.name or 'GPU without a name'}"
+            return f"{device.id} on this machine is {hardware.name or 'a GPU without a name'}"
         return find_device_problem(device)
     if device.cores > len(available_cores()):
         return f"it has {device.cores} cores, this machine {len(available_cores())}"

@@ -121,7 +121,8 @@ def _format_streams(manifest: Manifest) -> list[str]:
 def _format_sizes(manifest: Manifest) -> list[str]:
     """Return a table of the sizes that the bundle was compiled for, if there were several."""
     count = format_count(1 + len(manifest.plans), "plan")
-    others = "; the figures above are those of plan 0" if manifest.plans else ""
+    own = [item.text for item in manifest.sizes if item.dimensions == manifest.dimensions]
+    others = f"; the figures above are those of plan 0 at {own[0]}" if own else ""
     return [f"step of {count} at each size{others}", format_table(*tabulate_sizes(manifest))] if manifest.sizes else []
 
 

@@ -212,9 +212,11 @@ def bench(
             doubt = find_trial_doubt(trial, opened.manifest.model) if trial else None
             notes = [doubt] if doubt else []
         times, waiting, copies, index = _time_steps(opened, against, steps, repeat, in_flight, options)
-        # From here on, the plan that ran is a bundle like any other.
+        # From here on, the plan that ran is a bundle like any other. It may have no other sizes than its own.
         plan = opened.plans[index]
-        manifest, steps = plan.manifest, choose_step_inputs(plan, inputs, shape or {}, seed)
+        manifest, sizes = plan.manifest, steps.sizes
+        is_own = inputs is None and sizes.items() <= manifest.dimensions.items()
+        steps = choose_step_inputs(plan, inputs, {} if is_own else shape or {}, seed)
         with_memory = memory and options["runtime"] == "onnxruntime"
         rounds = min(repeat, MAX_TRACED)
         usage = measure_usage(plan, steps.first, rounds, with_memory, observer, in_flight, runtime, opened)
@@ -228,7 +230,7 @@ def bench(
     # Copies do not delay each other.
     interval = expected.interval_seconds / max(len(copies), 1)
     other_sizes = _report_other_sizes(plan, steps.first)
-    known = [item.seconds[index] for item in opened.manifest.sizes if item.dimensions.items() >= steps.sizes.items()]
+    known = [item.seconds[index] for item in opened.manifest.sizes if item.dimensions.items() >= sizes.items()]
     shortage = find_core_shortage(manifest)
     notes = [*([shortage] if shortage else []), *notes, *([] if known else other_sizes)]
     is_comparable = not (update or notes or other_sizes or opened.manifest.plans)
@@ -259,7 +261,7 @@ def bench(
         opening=opening,
         diagnostics=(*notes, *usage.notes, *failures),
         plan=index,
-        dimensions=steps.sizes,
+        dimensions=sizes,
     )
     step_seconds = known[0] if known else None
     return replace(_without_predictions(result), predicted_seconds=step_seconds) if other_sizes else result

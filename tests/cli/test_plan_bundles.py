@@ -58,7 +58,7 @@ def read_table(text: str) -> list[list[str]]:
 def test_the_summary_has_a_row_for_each_size_and_none_for_sizes_between(bundle):
     lines = read_table(compile_summary(onnxplace.load(bundle)))
     assert lines[-4:-1] == TABLE
-    assert " ".join(lines[-5]) == "step of 2 plans at each size; the figures above are those of plan 0"
+    assert " ".join(lines[-5]) == "step of 2 plans at each size; the figures above are those of plan 0 at batch=4"
 
 
 def test_compile_prints_the_sizes_and_lists_plans_as_json(run_cli, model_file):
@@ -124,6 +124,31 @@ def test_bench_of_a_size_between_has_the_step_of_its_plan_and_no_note_on_other_s
     assert "predictions are for batch=" in result.err
 
 
+@pytest.fixture
+def fixed(run_cli, model_file):
+    """A bundle of fixed sizes, each of which has its plan and its copy of the model."""
+    sizes = ("--shape", "batch=4", "--shape", "batch=64", "--fixed-sizes")
+    assert run_cli("compile", model_file, *sizes, "--devices", "cpu:0", "--no-trial", "-o", "fixed.bundle").code == 0
+
+
+def test_bench_has_a_row_for_each_fixed_size_and_takes_one_of_them(run_cli, fixed):
+    options = ("--repeat", "1", "--no-memory")
+    result = run_cli("bench", "fixed.bundle", *options)
+    assert [row[:2] for row in read_table(result.out)[1:3]] == [["batch=4", "0"], ["batch=64", "1"]], result
+    assert run_cli("bench", "fixed.bundle", "--shape", "batch=64", *options).code == 0
+
+
+def test_verify_compares_each_fixed_size_also_in_the_session_that_chooses(run_cli, fixed):
+    result = run_cli("verify", "fixed.bundle")
+    assert "compared with batch=4 by plan 0; fixed sizes by plan 1; batch=4; batch=64\n" in result.out, result
+
+
+@pytest.mark.parametrize("command", ["bench", "run", "verify"])
+def test_one_size_is_not_given_twice_where_a_bundle_runs(run_cli, bundle, command):
+    result = run_cli(command, bundle, "--shape", "batch=4", "--shape", "batch=64")
+    assert (result.code, "dimension 'batch' is given twice" in result.err) == (2, True), result
+
+
 @pytest.mark.parametrize("name", ["", "plan1"])
 def test_bench_does_not_update_plans_one_by_one(run_cli, bundle, name):
     before = (bundle / name / MANIFEST_FILE).read_bytes()
@@ -149,7 +174,9 @@ def test_a_bundle_of_one_plan_for_several_sizes_has_rows_too(run_cli, bundle):
     edit(bundle / MANIFEST_FILE, keep_one_plan)
     data = only_json(run_cli("bench", bundle, "--repeat", "2", "--no-memory", "--json"))
     assert [item["predicted_seconds"] for item in data["sizes"]][1] == 4e-3
-    assert "step of 1 plan at each size\n" in compile_summary(onnxplace.load(bundle))
+    assert "step of 1 plan at each size; the figures above are those of plan 0 at batch=4\n" in compile_summary(
+        onnxplace.load(bundle)
+    )
 
 
 # -------------------------------------------------------------------------------------------------------------- verify

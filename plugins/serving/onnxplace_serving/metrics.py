@@ -7,6 +7,8 @@ from itertools import accumulate
 
 import psutil
 
+from onnxplace.bundle.bundle import Bundle
+from onnxplace.bundle.manifest import HOST
 from onnxplace_serving.served_models import LATENCY_BOUNDS, ServedModel
 
 _Labels = tuple[tuple[str, str], ...]
@@ -53,10 +55,17 @@ def _list_metrics(
     yield "request_seconds", "histogram", "From the arrival of a request to its answer.", latencies
     busy = [("", (label, ("device", name)), s) for label, item in counts for name, s in item.busy_seconds.items()]
     yield "device_busy_seconds_total", "counter", "Time that segments of the model ran, by device.", busy
-    devices = [(label, device) for label, model in models for device in model.bundle.manifest.devices]
-    planned = [("", (label, ("device", device.id)), device.peak_bytes) for label, device in devices]
+    planned = [
+        ("", (label, ("device", name)), size) for label, model in models for name, size in _list_peaks(model.bundle)
+    ]
     yield "device_planned_bytes", "gauge", "Memory that the compiler planned, by device.", planned
     yield "process_resident_bytes", "gauge", "Memory of the process.", [("", (), psutil.Process().memory_info().rss)]
+
+
+def _list_peaks(bundle: Bundle) -> list[tuple[str, int]]:
+    """Return the devices of a bundle with the bytes that they hold for all of its plans."""
+    held = {name: item.peak_bytes for name, item in bundle.manifest.held.items() if name != HOST}
+    return list((held or {item.id: item.peak_bytes for item in bundle.manifest.devices}).items())
 
 
 def _count_by_plan(executions: Mapping[int, int], further_plans: int) -> Iterator[tuple[_Labels, float]]:

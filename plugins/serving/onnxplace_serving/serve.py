@@ -45,7 +45,11 @@ _MODEL_NAME = re.compile(r"(?!\.*$|stats$)[A-Za-z0-9_.-]{1,200}")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="For HTTP; 0: any.")
 @click.option("--grpc-port", type=click.IntRange(0, 65535), help="For gRPC  [default: the next after --port]")
 @click.option("--isolate", is_flag=True, help="Run each model in processes that are opened again if a run ends them.")
-@click.option("--warmup", is_flag=True, help="Run each model on random inputs before the first request.")
+@click.option(
+    "--warmup",
+    is_flag=True,
+    help="Open all plans of each model, and run it at each size of its compile, before the first request.",
+)
 @click.option("--max-batch", default=1, show_default=True, metavar="ROWS",
               help="Join waiting requests up to this size, for models that are proven to allow it.")  # fmt: skip
 @click.option("--max-delay", default=2.0, show_default=True, metavar="MS", help="Wait of a request to be joined.")

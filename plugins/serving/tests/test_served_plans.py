@@ -11,7 +11,7 @@ import pytest
 
 import onnxplace
 from decoder import decoder
-from onnxplace.bundle.manifest import SizeRecord
+from onnxplace.bundle.manifest import HeldRecord, SizeRecord
 from onnxplace.driver.join_plans import join_plans
 from onnxplace.feeds.dimensions import dimensions_of_feeds
 from onnxplace.runtime.interface import Result
@@ -88,6 +88,17 @@ def test_metrics_count_the_runs_of_each_plan(planned, compiled):
 
     assert list_executions(planned.path) == ['{model="m",plan="0"} 2', '{model="m",plan="1"} 1']
     assert list_executions(compiled)[0].startswith('{model="m"} '), "a bundle of one plan has no label"
+
+
+def test_metrics_have_the_memory_of_all_plans(planned):
+    held = {
+        "cpu:0": HeldRecord(weights_bytes=1, shared_bytes=0, peak_bytes=30),
+        "host": HeldRecord(weights_bytes=2, shared_bytes=0, peak_bytes=50),
+    }
+    planned = replace(planned, manifest=planned.manifest.model_copy(update={"held": held}))
+    lines = format_metrics([ServedModel("m", planned, PlanSession(planned), Limits())]).splitlines()
+    planned_bytes = [line for line in lines if line.startswith("onnxplace_device_planned_bytes")]
+    assert planned_bytes == ['onnxplace_device_planned_bytes{model="m",device="cpu:0"} 30'], "the host is no device"
 
 
 def test_a_server_answers_requests_of_all_sizes(planned):
