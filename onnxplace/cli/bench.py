@@ -59,14 +59,7 @@ if TYPE_CHECKING:
     help="Exit 1 if the bundle is less than S times as fast as one session with all cores, at any size.",
 )
 def bench(
-    bundle: Path,
-    *,
-    shape: str,
-    in_flight: int,
-    no_memory: bool,
-    min_speedup: float | None,
-    json_: bool,
-    **options: Any,
+    bundle: Path, *, shape: str, in_flight: int, no_memory: bool, min_speedup: float | None, json_: bool, **options: Any
 ) -> None:
     """Compare predictions for BUNDLE with measurements: steps, devices, links, memory.
 
@@ -81,12 +74,7 @@ def bench(
     opened = load(bundle)
     with show_progress(json_, "timing steps", similar=True) as observer:
         result = measure(
-            opened,
-            shape=parse_shape(shape),
-            in_flight=in_flight,
-            memory=not no_memory,
-            observer=observer,
-            **options,
+            opened, shape=parse_shape(shape), in_flight=in_flight, memory=not no_memory, observer=observer, **options
         )
     with suppress(BrokenPipeError):  # the exit code still tells the result
         if json_:

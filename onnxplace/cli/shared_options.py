@@ -254,9 +254,8 @@ def _describe_machine(names: tuple[str, ...]) -> str:
 
 def _check_seed(value: int) -> int:
     if value < 0:
-        raise UsageError(
-            "U005", f"expected a seed of 0 or more, got {value}", where="--seed", hint="omit it for seed 0"
-        )
+        message = f"expected a seed of 0 or more, got {value}"
+        raise UsageError("U005", message, where="--seed", hint="omit it for seed 0")
     return value
 
 

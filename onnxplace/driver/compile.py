@@ -21,13 +21,7 @@ from onnxplace.driver.choose import (
     make_throughput_objective,
 )
 from onnxplace.driver.plan_sets import join_sizes
-from onnxplace.driver.settings import (
-    CompileSettings,
-    choose_output,
-    choose_pipeline,
-    choose_streaming,
-    choose_target,
-)
+from onnxplace.driver.settings import CompileSettings, choose_output, choose_pipeline, choose_streaming, choose_target
 from onnxplace.driver.sources import ModelSource, SizedModel, bind_source, open_source
 from onnxplace.driver.step_parts import suggest_fixed_sizes
 from onnxplace.driver.trials import Compiled, finish_bundle

@@ -345,12 +345,7 @@ def _place_on_all_cores(several: Candidate) -> Candidate:
         raise InfeasibleError("P001", "one session cannot take the place of the devices", where="single")
     names = tuple(f"cpu:{number}" for number in sorted(numbers))
     memory, cores = sum(item.memory_bytes for item in target.devices), sum(item.cores for item in target.devices)
-    span = Device(
-        f"cpu:{min(numbers)}-{max(numbers)}",
-        memory,
-        cores=cores,
-        processors=names,
-    )
+    span = Device(f"cpu:{min(numbers)}-{max(numbers)}", memory, cores=cores, processors=names)
     before = replace(several.profiled.state, target=Target((span,)))
     state, _ = Pipeline(tuple(step for step in front if step.name == "profile")).run(before)
     passes = several.profiled.replace_placer(create_pass("single"))

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from onnxplace.errors import format_count, format_name, format_names
+from onnxplace.utils.groups import group_pairs
 from onnxplace.utils.quantities import format_bytes, format_milliseconds
 
 if TYPE_CHECKING:
     from onnxplace.bundle.bundle import Bundle
-    from onnxplace.bundle.manifest import Manifest, RepeatRecord, ShardedKindRecord, ShardingRecord, TrainingRecord
+    from onnxplace.bundle.manifest import Manifest, RepeatRecord, ShardingRecord, TrainingRecord
     from onnxplace.target.target import Pool
 
 
@@ -202,9 +203,7 @@ def _format_sharding(sharding: ShardingRecord | None) -> list[str]:
     if sharding is None:
         return []
     exchanges = ", ".join(f"{count} {kind}" for kind, count in sharding.exchanges.items()) or "no exchanges"
-    by_op: dict[str, list[ShardedKindRecord]] = {}
-    for kind in sharding.kinds:
-        by_op.setdefault(kind.op, []).append(kind)
+    by_op = group_pairs((kind.op, kind) for kind in sharding.kinds)
     total = sum(kind.seconds for kind in sharding.kinds)
     stages = f" in each of {sharding.stages} stages" if sharding.stages > 1 else ""
     lines = [f"operators split over {sharding.ways} devices{stages}: {exchanges}"]

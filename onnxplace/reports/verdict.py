@@ -66,12 +66,7 @@ def judge_step(step: PlacedStep, bound: Bound, context: ReportContext) -> Verdic
 
 def _find_limit(bound: Bound) -> tuple[str, float]:
     """Return what takes most of the chain that determines the step, with its seconds."""
-    names = {
-        "transfer": "transfers",
-        "weights": "waiting for weights",
-        "wait": "waiting",
-        "request": "the request",
-    }
+    names = {"transfer": "transfers", "weights": "waiting for weights", "wait": "waiting", "request": "the request"}
     seconds = defaultdict[str, float](float)
     for part in bound.chain:
         seconds[names.get(part.kind, part.where)] += part.seconds
