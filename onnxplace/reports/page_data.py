@@ -93,14 +93,9 @@ def describe_bundle(bundle: Bundle, trace: Path | None = None) -> PageData:
     manifest = bundle.manifest
     step, nodes = simulate_segments(manifest), read_nodes(bundle)
     predicted, attempts = manifest.predicted, list_attempts(manifest.diagnostics)
-    bound = explain_step(
-        step,
-        predicted.step_seconds,
-        predicted.lower_bound_seconds,
-        predicted.single_device_seconds,
-        predicted.request_seconds,
-        manifest.trial.planned_seconds if manifest.trial else None,
-    )
+    planned = manifest.trial.planned_seconds if manifest.trial else None
+    limits = predicted.lower_bound_seconds, predicted.single_device_seconds
+    bound = explain_step(step, predicted.step_seconds, *limits, predicted.request_seconds, planned)
     known = ReportContext(
         basis=FROM_COSTS if manifest.trial is None else FROM_TRIAL,
         step_seconds=manifest.trial.step_seconds if manifest.trial else None,

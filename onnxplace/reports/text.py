@@ -43,9 +43,7 @@ def compile_summary(bundle: Bundle) -> str:
             device.id,
             str(device.nodes),
             format_milliseconds(device.compute_seconds),
-            format_bytes(device.weights_bytes),
-            format_bytes(device.peak_bytes),
-            format_bytes(device.limit_bytes),
+            *map(format_bytes, (device.weights_bytes, device.peak_bytes, device.limit_bytes)),
             precisions[device.id],
         )
         for device in manifest.devices
@@ -99,10 +97,8 @@ def _format_steps(manifest: Manifest) -> list[str]:
 
 def count_streamed_bytes(manifest: Manifest) -> dict[str, int]:
     """Return the bytes of weights that stream, by their homes."""
-    sizes: dict[str, int] = {}
-    for weight in manifest.streamed.values():
-        sizes[weight.home] = sizes.get(weight.home, 0) + weight.bytes
-    return sizes
+    sizes = group_pairs((weight.home, weight.bytes) for weight in manifest.streamed.values())
+    return {home: sum(own) for home, own in sizes.items()}
 
 
 def _format_streams(manifest: Manifest) -> list[str]:

@@ -280,9 +280,8 @@ def _require_declared_interface(bundle: Bundle, record: SegmentRecord, session: 
         actual = {item.name: item for item in (*items, *optional)}
         required = {item.name for item in items if kind == "inputs"}
         if not required <= set(names) <= set(actual):
-            raise _wrong_segment_error(
-                record, f"its {kind} are {_format_names(actual)}, the manifest says {_format_names(names)}"
-            )
+            message = f"its {kind} are {_format_names(actual)}, the manifest says {_format_names(names)}"
+            raise _wrong_segment_error(record, message)
         for name in names:
             declared = [(item.dtype, item.shape) for item in (values.get(name), inputs.get(name)) if item is not None]
             for dtype, shape in declared:
