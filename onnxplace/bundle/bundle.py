@@ -335,10 +335,9 @@ def _read_manifest(path: Path) -> Manifest:
     major = SCHEMA_VERSION.partition(".")[0]
     if int(version.partition(".")[0]) > int(major):
         expected = f"expected {major}.x, which onnxplace {__version__} reads"
+        message = f"a newer onnxplace wrote it in format {version}, {expected}"
         hint = "update onnxplace, or compile the model again with this one"
-        raise BundleError(
-            "N003", f"a newer onnxplace wrote it in format {version}, {expected}", where=str(file), hint=hint
-        )
+        raise BundleError("N003", message, where=str(file), hint=hint)
     try:
         manifest = Manifest.model_validate(data)
         manifest.target.target()
@@ -391,14 +390,12 @@ def _check_file(file: Path, record: FileRecord, check: Check) -> None:
         raise BundleError("N002", reason, where=str(file), hint=DAMAGED_HINT)
     size = file.stat().st_size
     if size != record.bytes:
-        message, hint = (
-            f"expected {record.bytes} bytes, as the manifest says, got {size}",
-            "it was altered or truncated",
-        )
-        raise BundleError("N002", message, where=str(file), hint=f"{hint}; compile the model again")
+        message = f"expected {record.bytes} bytes, as the manifest says, got {size}"
+        hint = "it was altered or truncated; compile the model again"
+        raise BundleError("N002", message, where=str(file), hint=hint)
     if (check == "all" or size <= MAX_SMALL_FILE_BYTES) and compute_sha256(file) != record.sha256:
-        message, hint = "this file changed since the compile: its SHA-256 differs", "it was altered"
-        raise BundleError("N002", message, where=str(file), hint=f"{hint}; compile the model again")
+        message = "this file changed since the compile: its SHA-256 differs"
+        raise BundleError("N002", message, where=str(file), hint="it was altered; compile the model again")
 
 
 def _check_link(file: Path, link: LinkRecord, check: Check) -> None:

@@ -188,6 +188,7 @@ def _find_steps(
     """Return the step of each plan at a size: measured in turns where they can run, else predicted."""
     if measures:
         return _measure([item.bundle for item in plans], sized.model.feeds(0))
+    # Plans that are the same are kept once; at each of their sizes, the step is that of the one compiled for it.
     known, profiled = compiled.bundle.manifest.step_seconds, compiled.candidate.profiled
     steps = (known if own else predict_elsewhere(plan.candidate, profiled) for plan, own in zip(plans, is_own))
     return np.array(list(steps))

@@ -160,7 +160,8 @@ class CompileSettings:
         exclude(has_pipeline and shards, "--pipeline excludes --shard and --shard-map", hint)
         message = "--shard and --shard-map exclude --device-map and --colocate: parts of operators have their devices"
         exclude(shards and (self.device_map_text or self.colocate), message, "omit one of the two")
-        hint, recomputes = hint.replace("shard{ways=2}", "recompute{limit=4GiB}"), self.recompute not in ("auto", "off")
+        hint = "name the pass after profile: optimize,profile,recompute{limit=4GiB},coplace,..."
+        recomputes = self.recompute not in ("auto", "off")
         exclude(has_pipeline and recomputes, "--pipeline excludes --recompute", hint, "--recompute")
         message = f"{streams} excludes --stream off, --pipeline, --placer, --shard and --objective throughput, step"
         hint = "in a pipeline, name the placer: optimize,profile,coplace,fuse,stream{pool=2GiB},split,emit"
