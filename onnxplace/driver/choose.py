@@ -212,8 +212,9 @@ def list_device_sets(target: Target) -> list[tuple[str, ...]]:
     if not target.shares_processors:
         return [()]
     ways, rivals = np.array([max(len(item.processors), 1) for item in target.devices]), target.conflicts
-    sharing = [(target.devices[i], i) for i in np.flatnonzero((ways == 1) & (rivals.sum(axis=1) > 1)).tolist()]
-    groups = group_pairs(((d.kind, *sorted({**d.options, ISOLATE: ""}.items())), index) for d, index in sharing)
+    sharing = np.flatnonzero((ways == 1) & (rivals.sum(axis=1) > 1)).tolist()
+    kinds = [(target.devices[index].kind, {**target.devices[index].options, ISOLATE: ""}) for index in sharing]
+    groups = group_pairs(((kind, *sorted(options.items())), index) for (kind, options), index in zip(kinds, sharing))
     others = np.flatnonzero((ways == 1) & (rivals.sum(axis=1) == 1)).tolist()
     sides = [group for group in groups.values() if rivals[np.ix_(group, group)].sum() == len(group)]
     spans = [[index] for index in np.flatnonzero(ways > 1).tolist()]
