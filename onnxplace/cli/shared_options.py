@@ -283,12 +283,8 @@ def _parse_sizes(text: str, max_sizes: int = 1024) -> dict[str, tuple[int, ...]]
     for item in filter(None, (part.strip() for part in re.split(r",(?![^()]*\))", text))):
         key, _, size = item.rpartition("=")
         key, size = key.strip(), size.strip()
-        if (
-            sizes
-            and "=" not in item
-            and _SIZE.fullmatch(size)
-            and len(sizes[last := next(reversed(sizes))]) < max_sizes
-        ):
+        last = next(reversed(sizes), "")
+        if last and "=" not in item and _SIZE.fullmatch(size) and len(sizes[last]) < max_sizes:
             sizes[last] += (int(size),)
             continue
         if not key or not _SIZE.fullmatch(size):
