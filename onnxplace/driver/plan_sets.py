@@ -140,6 +140,11 @@ def join_sizes(
     own = np.array([[key == other for other in keys] for key in dict.fromkeys(keys)])
     parts = zip(compiled, sized, own.T)
     steps = np.stack([_find_steps(plans, *part, measures=measures) for part in parts], axis=1)
+    # A device that needs static shapes leaves other sizes to the host, of which a prediction knows nothing.
+    static = np.array([any(segment.static for segment in bundle.manifest.segments) for bundle in bundles])
+    is_left_to_host = static[:, None] & ~own
+    if not measures:
+        steps[is_left_to_host] = math.inf
     memory = [PlanMemory.of(bundle) for bundle in bundles]
     chosen = rank_sets(
         steps,
@@ -149,9 +154,8 @@ def join_sizes(
         move_seconds=predict_moves([item.candidate for item in plans], compiled[0].candidate.state.target),
         is_worst_ratio=is_worst_ratio,
     )[0].plans
-    # Where a size has its plan, the host takes no other plan's part in it on a device that needs static shapes.
-    static = np.array([any(segment.static for segment in bundle.manifest.segments) for bundle in bundles])
-    steps[static[:, None] & ~own & own[list(chosen)].any(axis=0)] = math.inf
+    # Where a size has its plan, the host takes no other plan's part in it.
+    steps[is_left_to_host & own[list(chosen)].any(axis=0)] = math.inf
     # Whoever knows nothing of plans runs the first one: it takes all sizes, with whole operators, if one does.
     first = sorted(
         chosen, key=lambda index: (not np.isfinite(steps[index]).all(), bool(bundles[index].manifest.sharding), index)
