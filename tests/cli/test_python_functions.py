@@ -71,7 +71,13 @@ def test_bench_has_the_fields_of_the_command(run_cli, compiled, tmp_path):
     options = ("--no-memory", "--repeat", "2", "--in-flight", "2")
     printed = json.loads(run_cli("bench", compiled, *options, "--json").out)
     result = onnxplace.bench(compiled, memory=False, repeat=2, in_flight=2, trace=tmp_path / "t.json")
-    assert set(printed) == {item.name for item in fields(result)} - {"diagnostics", "copies", "streams", "opening"}
+    assert set(printed) == {item.name for item in fields(result)} - {
+        "diagnostics",
+        "copies",
+        "streams",
+        "opening",
+        "sizes",
+    }
     assert result.speedup.ratio == result.model.median_seconds / result.bundle.median_seconds
     assert result.requests_per_second.measured == 1 / result.in_flight.median_seconds
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
