@@ -47,6 +47,7 @@ from onnxplace.target.kind_table import import_by_path
 from onnxplace.target.target import Target
 from onnxplace.utils.file_locks import find_moved_aside
 from onnxplace.utils.files import format_path, open_input, parse_json, suggest_file
+from onnxplace.utils.groups import group_pairs
 from onnxplace.utils.quantities import format_bytes, format_first, format_milliseconds, format_object
 
 BUNDLE_FORMAT = "onnxplace bundle"
@@ -166,9 +167,8 @@ class Bundle:
         plans = [f"{name}/{MANIFEST_FILE}" for name in manifest.plans]
         for name in (WHOLE_MODEL_FILE, weights, *models, *plans, *sorted(bundle.compiled_files)):
             if name not in manifest.files:
-                raise BundleError(
-                    "N002", f"expected {name!r} among the files of the manifest", where=str(path / MANIFEST_FILE)
-                )
+                message = f"expected {name!r} among the files of the manifest"
+                raise BundleError("N002", message, where=str(path / MANIFEST_FILE))
         check_manifest(manifest, path / MANIFEST_FILE)
         # Only read here, as a plan may link to itself.
         check_plans(manifest, [_read_manifest(bundle.file(name)) for name in manifest.plans], path / MANIFEST_FILE)
@@ -206,12 +206,8 @@ class Bundle:
         unsafe = "\0" in name or os.path.isabs(name) or ".." in name.replace(os.sep, "/").split("/")
         inside = os.path.join(folder, "")
         if unsafe or not os.path.join(os.path.realpath(inside + name), "").startswith(inside):
-            raise BundleError(
-                "N002",
-                f"it names a file outside {folder_text}: {name!r}",
-                where=str(self.path / MANIFEST_FILE),
-                hint=UNTRUSTED_HINT,
-            )
+            message, where = f"it names a file outside {folder_text}: {name!r}", str(self.path / MANIFEST_FILE)
+            raise BundleError("N002", message, where=where, hint=UNTRUSTED_HINT)
         return (self.path if folder == self._root else folder) / name
 
     @cached_property
@@ -250,6 +246,12 @@ class Bundle:
     def inputs(self) -> list[Declared]:
         """Return the inputs in the model's order."""
         return [Declared(item.name, item.dtype, item.shape, item.optional) for item in self.manifest.inputs]
+
+    def takes_sizes(self, feeds: Mapping[str, Any]) -> bool:
+        """Return whether the fixed sizes of inputs are those of feeds, which have the parts of split states."""
+        values = self.manifest.values
+        shapes = ((values[name].shape, getattr(feeds[name], "shape", ())) for name in feeds if name in values)
+        return all(size == fed for own, other in shapes for size, fed in zip(own or (), other) if isinstance(size, int))
 
     @property
     def outputs(self) -> list[Declared]:
@@ -328,25 +330,21 @@ def _read_manifest(path: Path) -> Manifest:
     data = _parse_manifest(path, file)
     version = data.get("schema_version") if isinstance(data, dict) else None
     if not isinstance(version, str) or not _VERSION_PATTERN.fullmatch(version):
-        raise BundleError(
-            "N002", f"expected a schema_version such as {SCHEMA_VERSION!r}", where=str(file), hint=DAMAGED_HINT
-        )
+        message = f"expected a schema_version such as {SCHEMA_VERSION!r}"
+        raise BundleError("N002", message, where=str(file), hint=DAMAGED_HINT)
     major = SCHEMA_VERSION.partition(".")[0]
     if int(version.partition(".")[0]) > int(major):
-        raise BundleError(
-            "N003",
-            f"a newer onnxplace wrote it in format {version}, expected {major}.x, which onnxplace {__version__} reads",
-            where=str(file),
-            hint="update onnxplace, or compile the model again with this one",
-        )
+        expected = f"expected {major}.x, which onnxplace {__version__} reads"
+        message = f"a newer onnxplace wrote it in format {version}, {expected}"
+        hint = "update onnxplace, or compile the model again with this one"
+        raise BundleError("N003", message, where=str(file), hint=hint)
     try:
         manifest = Manifest.model_validate(data)
         manifest.target.target()
         return manifest
     except TargetError as problem:
-        raise BundleError(
-            "N002", f"its devices are invalid: {problem.message}", where=f"{file}, {problem.where}", hint=DAMAGED_HINT
-        ) from None
+        message, where = f"its devices are invalid: {problem.message}", f"{file}, {problem.where}"
+        raise BundleError("N002", message, where=where, hint=DAMAGED_HINT) from None
     except ValidationError as problem:
         first = problem.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
@@ -381,9 +379,8 @@ def _parse_manifest(path: Path, file: Path) -> Any:
         raise BundleError(problem.code, problem.message, where=problem.where, hint=DAMAGED_HINT) from None
     except (OSError, ValueError, RuntimeError) as problem:  # RuntimeError: links in a circle, before Python 3.13
         reason = problem.strerror if isinstance(problem, OSError) else problem
-        raise BundleError(
-            "N002", f"the manifest cannot be read: {reason}", where=str(file), hint=DAMAGED_HINT
-        ) from None
+        message = f"the manifest cannot be read: {reason}"
+        raise BundleError("N002", message, where=str(file), hint=DAMAGED_HINT) from None
 
 
 def _check_file(file: Path, record: FileRecord, check: Check) -> None:
@@ -393,32 +390,21 @@ def _check_file(file: Path, record: FileRecord, check: Check) -> None:
         raise BundleError("N002", reason, where=str(file), hint=DAMAGED_HINT)
     size = file.stat().st_size
     if size != record.bytes:
-        raise BundleError(
-            "N002",
-            f"expected {record.bytes} bytes, as the manifest says, got {size}",
-            where=str(file),
-            hint="it was altered or truncated; compile the model again",
-        )
+        message = f"expected {record.bytes} bytes, as the manifest says, got {size}"
+        hint = "it was altered or truncated; compile the model again"
+        raise BundleError("N002", message, where=str(file), hint=hint)
     if (check == "all" or size <= MAX_SMALL_FILE_BYTES) and compute_sha256(file) != record.sha256:
-        raise BundleError(
-            "N002",
-            "this file changed since the compile: its SHA-256 differs",
-            where=str(file),
-            hint="it was altered; compile the model again",
-        )
+        message = "this file changed since the compile: its SHA-256 differs"
+        raise BundleError("N002", message, where=str(file), hint="it was altered; compile the model again")
 
 
 def _check_link(file: Path, link: LinkRecord, check: Check) -> None:
     """Raise BundleError if a linked weights file changed since the compile."""
     hint = "compile the model again, or restore the file as it was then"
     if not file.is_file():
-        hint = (
-            "keep the bundle and the model's weights in the folder where it was compiled, and a plan in its bundle, or "
-            "compile again"
-        )
-        raise BundleError(
-            "N009", "this weights file, to which the bundle refers, is missing", where=str(file), hint=hint
-        )
+        hint = "keep bundle and weights in the folder where it was compiled, and a plan in its bundle; or compile again"
+        message = "this weights file, to which the bundle refers, is missing"
+        raise BundleError("N009", message, where=str(file), hint=hint)
     status = file.stat()
     if status.st_size != link.bytes:
         message = f"this weights file changed since the compile: expected {link.bytes} bytes, got {status.st_size}"
@@ -458,11 +444,8 @@ def compute_sha256(file: Path) -> str:
 
 def list_crossing_values(manifest: Manifest) -> Mapping[tuple[str, str], tuple[str, ...]]:
     """Return the values that cross in one inference, by source and destination, in sending order."""
-    crossing: dict[tuple[str, str], list[str]] = {}
-    for device, program in manifest.programs.items():
-        for step in program:
-            if step.op == "send":
-                crossing.setdefault((device, step.peer), []).append(step.value)
+    steps = ((device, step) for device, program in manifest.programs.items() for step in program if step.op == "send")
+    crossing = group_pairs(((device, step.peer), step.value) for device, step in steps)
     return {ends: tuple(values) for ends, values in crossing.items()}
 
 

@@ -13,6 +13,7 @@ from onnxplace.graph.op_graph import Csr, Floats, Ints, Longs, OpGraph
 from onnxplace.simulation.simulator import Simulation, simulate, simulate_stream
 from onnxplace.simulation.steady_state import predict_python_seconds, steady_state_loads
 from onnxplace.simulation.weight_streams import WeightStream, find_distances, measure_block
+from onnxplace.utils.groups import group_pairs
 
 # ---------------------------------------------------------------------------------------------------------- one request
 
@@ -275,9 +276,7 @@ def _repeat_graph(manifest: Manifest, count: int, previous: Mapping[int, int]) -
     """
     graph = build_segment_graph(manifest)
     nodes, values = len(graph), len(graph.value_names)
-    by_device: dict[str, list[int]] = {}
-    for index, segment in enumerate(manifest.segments):
-        by_device.setdefault(segment.device, []).append(index)
+    by_device = group_pairs((segment.device, index) for index, segment in enumerate(manifest.segments))
     producer = [int(node) + copy * nodes if node >= 0 else -1 for copy in range(count) for node in graph.producer]
     inputs = [(graph.inputs[node] + copy * values).tolist() for copy in range(count) for node in range(nodes)]
     for follower, leader in previous.items():

@@ -17,6 +17,7 @@ from onnxplace.bundle.bundle_routes import list_routes, list_working_devices
 from onnxplace.errors import BundleError
 from onnxplace.feeds.feeds import numpy_type
 from onnxplace.simulation.weight_streams import measure_block
+from onnxplace.utils.groups import group_pairs
 
 if TYPE_CHECKING:
     from onnxplace.bundle.manifest import InitialRecord, InputRecord, Manifest, OutputRecord, SegmentRecord, Step
@@ -194,14 +195,11 @@ class _DryRun:
     def _check_states(self) -> None:
         """Raise ValueError unless each state is computed on its device, and read only there in the next call."""
         value_of = {output.name: output.value for output in self.manifest.outputs}
-        readers: dict[str, set[str]] = {}
-        for segment in self.manifest.segments:
-            for name in segment.inputs:
-                readers.setdefault(name, set()).add(segment.device)
+        readers = group_pairs((name, item.device) for item in self.manifest.segments for name in item.inputs)
         for state in self.manifest.states:
             if state.input not in self.inputs or self.producers.get(value_of.get(state.output, "")) != state.device:
                 raise ValueError(f"state {state.output!r} = {state.input!r} is not computed on {state.device!r}")
-            for device in sorted(readers.get(state.input, set()) - {state.device}):
+            for device in sorted({*readers.get(state.input, ())} - {state.device}):
                 raise ValueError(f"state {state.input!r} is on {state.device!r}, but a segment on {device!r} reads it")
 
 

@@ -31,10 +31,7 @@ class SplitStates:
         result: dict[str, Any] = {}
         for name, value in feeds.items():
             state = self._by_input.get(name)
-            if state is None:
-                result[name] = value
-            else:
-                result.update(zip(state.inputs, _cut(state, np.asarray(value))))
+            result.update({name: value} if state is None else zip(state.inputs, _cut(state, np.asarray(value))))
         return result
 
     def join_feeds(self, feeds: Mapping[str, Array]) -> dict[str, Array]:

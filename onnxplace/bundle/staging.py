@@ -95,11 +95,8 @@ def require_output_free(path: Path, force: bool, kind: OutputKind = "bundle") ->
     try:
         if path.is_symlink():
             raise _irreplaceable_error(path, f"expected {title}, got a symbolic link", "name the folder itself")
-        if path.resolve() == Path.cwd():
-            message = f"expected {title}, got the current folder"
-            raise _irreplaceable_error(path, message, "name a folder inside it")
-        if path.name in ("", ".."):
-            message = f"expected {title}, got a parent folder"
+        if (is_current := path.resolve() == Path.cwd()) or path.name in ("", ".."):
+            message = f"expected {title}, got {'the current' if is_current else 'a parent'} folder"
             raise _irreplaceable_error(path, message, "name a folder inside it")
         parent = next(folder for folder in path.absolute().parents if folder.exists())
         if not parent.is_dir() or not os.access(parent, os.W_OK):
@@ -166,13 +163,8 @@ def sweep_output(path: Path, *more: Path) -> list[Diagnostic]:
     notes = []
     for folder in folders:
         leftovers = sweep_leftovers(folder)
-        notes += [
-            Diagnostic(
-                "U035", "an interrupted compile had moved this bundle; it was restored", where=format_path(item.path)
-            )
-            for item in leftovers
-            if item.restored
-        ]
+        message = "an interrupted compile had moved this bundle; it was restored"
+        notes += [Diagnostic("U035", message, where=format_path(item.path)) for item in leftovers if item.restored]
         if names := [item.path.name for item in leftovers if not item.restored]:
             more_names = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
             message = f"removed leftovers of an interrupted process: {', '.join(names[:MAX_LISTED])}{more_names}"
@@ -199,14 +191,13 @@ def _hold_lock_next_to(path: Path) -> Iterator[FileLock]:
 def _try_place(staging: Staging, folder: Path) -> bool:
     """Move a folder to its place; returns False if other programs changed that meanwhile. Raises OSError."""
     path, kind = staging.path, staging.kind
-    if not os.path.lexists(path):
-        if _rename_if_free(folder, path):
-            return True
-        if not staging.force:
-            raise _occupied_error(path)
-        return False
+    is_free = not os.path.lexists(path)
+    if is_free and _rename_if_free(folder, path):
+        return True
     if not staging.force:
         raise _occupied_error(path)
+    if is_free:  # it was, until a moment ago
+        return False
     try:
         _require_replaceable(path, path, kind)
         if not exchange_names(folder, path):

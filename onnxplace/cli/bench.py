@@ -59,14 +59,7 @@ if TYPE_CHECKING:
     help="Exit 1 if the bundle is less than S times as fast as one session with all cores, at any size.",
 )
 def bench(
-    bundle: Path,
-    *,
-    shape: str,
-    in_flight: int,
-    no_memory: bool,
-    min_speedup: float | None,
-    json_: bool,
-    **options: Any,
+    bundle: Path, *, shape: str, in_flight: int, no_memory: bool, min_speedup: float | None, json_: bool, **options: Any
 ) -> None:
     """Compare predictions for BUNDLE with measurements: steps, devices, links, memory.
 
@@ -81,12 +74,7 @@ def bench(
     opened = load(bundle)
     with show_progress(json_, "timing steps", similar=True) as observer:
         result = measure(
-            opened,
-            shape=parse_shape(shape),
-            in_flight=in_flight,
-            memory=not no_memory,
-            observer=observer,
-            **options,
+            opened, shape=parse_shape(shape), in_flight=in_flight, memory=not no_memory, observer=observer, **options
         )
     with suppress(BrokenPipeError):  # the exit code still tells the result
         if json_:
@@ -131,10 +119,9 @@ def _format_sizes(results: Sequence[Benchmark]) -> str:
     rows = []
     for item in results:
         sizes = ",".join(f"{name}={size}" for name, size in item.dimensions.items())
-        medians = [times.median_seconds for times in (item.bundle, item.one_device, item.model)]
-        times = map(format_milliseconds, medians)
-        columns = next(times), _format(format_milliseconds, item.predicted_seconds), *times
-        rows.append((sizes, str(item.plan), *columns, *(f"{median / medians[0]:.2f}x" for median in medians[1:])))
+        own, *others = (times.median_seconds for times in (item.bundle, item.one_device, item.model))
+        columns = _format(format_milliseconds, own, item.predicted_seconds, *others)
+        rows.append((sizes, str(item.plan), *columns, *(f"{other / own:.2f}x" for other in others)))
     header = ("size", "plan", "bundle", "predicted", "one device", "all cores", "vs one device", "vs all cores")
     return f"{format_table(header, rows)}\n\nat {rows[0][0]}, by plan {rows[0][1]}:"
 
@@ -151,9 +138,7 @@ def _format_steps(bundle: Bundle, result: Benchmark) -> str:
     cells = [
         (
             label,
-            format_milliseconds(times.median_seconds),
-            format_milliseconds(times.p90_seconds),
-            _format(format_milliseconds, predicted),
+            *_format(format_milliseconds, times.median_seconds, times.p90_seconds, predicted),
             *(f"{base.median_seconds / times.median_seconds:.2f}x" for base in (result.one_device, result.model)),
         )
         for label, times, predicted in rows
@@ -168,17 +153,15 @@ def _format_devices(result: Benchmark) -> str:
     rows = [
         (
             device.id,
-            format_milliseconds(device.busy_seconds),
-            _format(format_milliseconds, device.predicted_busy_seconds),
-            _format(format_bytes, device.peak_bytes),
-            _format(format_bytes, device.predicted_peak_bytes),
+            *_format(format_milliseconds, device.busy_seconds, device.predicted_busy_seconds),
+            *_format(format_bytes, device.peak_bytes, device.predicted_peak_bytes),
         )
         for device in result.devices
     ]
     phases = [("opening", process.opening_bytes, "-"), ("running", process.running_bytes, "-")]
     if predicted := process.predicted_all_plans_bytes:
         phases.append(("all plans", process.all_plans_bytes, format_bytes(predicted)))
-    rows += [(f"process, {phase}", "-", "-", _format(format_bytes, size), text) for phase, size, text in phases]
+    rows += [(f"process, {phase}", "-", "-", *_format(format_bytes, size), text) for phase, size, text in phases]
     return format_table(("", "busy", "predicted", "process peak", "predicted"), rows)
 
 
@@ -197,10 +180,8 @@ def _format_links(links: Sequence[LinkUse]) -> str:
         (
             f"{link.source} -> {link.destination}",
             str(link.values),
-            _format(format_bytes, link.bytes),
-            _format(format_bytes, link.predicted_bytes),
-            format_milliseconds(link.seconds),
-            _format(format_milliseconds, link.predicted_seconds),
+            *_format(format_bytes, link.bytes, link.predicted_bytes),
+            *_format(format_milliseconds, link.seconds, link.predicted_seconds),
         )
         for link in links
     ]
@@ -213,10 +194,8 @@ def _format_streams(streams: Sequence[StreamUse]) -> str:
         (
             f"weights -> {stream.device}",
             format_bytes(stream.bytes),
-            _format(_format_rate, stream.bytes_per_second),
-            _format(_format_rate, stream.predicted_bytes_per_second),
-            format_milliseconds(stream.wait_seconds),
-            _format(format_milliseconds, stream.predicted_wait_seconds),
+            *_format(_format_rate, stream.bytes_per_second, stream.predicted_bytes_per_second),
+            *_format(format_milliseconds, stream.wait_seconds, stream.predicted_wait_seconds),
         )
         for stream in streams
     ]
@@ -241,6 +220,6 @@ def _format_rate(bytes_per_second: float) -> str:
     return f"{format_bytes(int(bytes_per_second))}/s"
 
 
-def _format(format_figure: Callable[[Any], str], figure: float | None) -> str:
-    """Return a figure as text; a dash if it is unknown."""
-    return "-" if figure is None else format_figure(figure)
+def _format(format_figure: Callable[[Any], str], *figures: float | None) -> list[str]:
+    """Return figures as texts; a dash for one that is unknown."""
+    return ["-" if figure is None else format_figure(figure) for figure in figures]

@@ -61,10 +61,8 @@ def devices(
     target = calibration.target if calibration else default.with_all_links()
     about, cache = describe_machine(), measurement_cache.contents()
     if output:
-        text = (
-            f"{_format_heading(about, measurement_cache.processor(), calibration is not None)}\n{format_target(target)}"
-        )
-        write_file(output, lambda stream: stream.write(text.encode()))
+        heading = _format_heading(about, measurement_cache.processor(), calibration is not None)
+        write_file(output, lambda stream: stream.write(f"{heading}\n{format_target(target)}".encode()))
     if json_:
         about["cost_cache"] = {"folder": str(cache.folder), "files": cache.files, "bytes": cache.size_bytes}
         measured = {"calibration": _build_calibration_json(calibration)} if calibration else {}
@@ -86,11 +84,8 @@ def devices(
 def _format_heading(about: Mapping[str, Any], processor: str, measured: bool) -> str:
     """Return the comments on top of a target file: machine and source."""
     name = json.loads(processor).get("model name", "processor unknown") if processor.startswith("{") else processor
-    parts = [
-        name,
-        f"{len(about['host']['cores'])} cores",
-        *[f"{item['id']} {item['name']}" for item in about["accelerators"]],
-    ]
+    accelerators = [f"{item['id']} {item['name']}" for item in about["accelerators"]]
+    parts = [name, f"{len(about['host']['cores'])} cores", *accelerators]
     source = "measured by devices --calibrate" if measured else "links and calls by default, not measured"
     versions = f"onnxplace {__version__}, onnxruntime {about['onnxruntime']}"
     lines = (f"machine: {', '.join(parts)}", f"{source}: {datetime.date.today()}, {versions}")

@@ -42,9 +42,7 @@ if TYPE_CHECKING:
     help="Write the placed graph as GraphML, with the device, start and finish of each node.",
 )  # fmt: skip
 @click.option(
-    "--graph-format",
-    type=EntryChoice("graph_formats", "json"),
-    help="Of GRAPH  [default: what its name ends in; json]",
+    "--graph-format", type=EntryChoice("graph_formats", "json"), help="Of GRAPH  [default: what its name ends in; json]"
 )
 @placer_option
 @objective_option

@@ -262,9 +262,8 @@ def _describe_machine(names: tuple[str, ...]) -> str:
 
 def _check_seed(value: int) -> int:
     if value < 0:
-        raise UsageError(
-            "U005", f"expected a seed of 0 or more, got {value}", where="--seed", hint="omit it for seed 0"
-        )
+        message = f"expected a seed of 0 or more, got {value}"
+        raise UsageError("U005", message, where="--seed", hint="omit it for seed 0")
     return value
 
 
@@ -292,12 +291,8 @@ def _parse_sizes(text: str, max_sizes: int = 1024) -> dict[str, tuple[int, ...]]
     for item in filter(None, (part.strip() for part in re.split(r",(?![^()]*\))", text))):
         key, _, size = item.rpartition("=")
         key, size = key.strip(), size.strip()
-        if (
-            sizes
-            and "=" not in item
-            and _SIZE.fullmatch(size)
-            and len(sizes[last := next(reversed(sizes))]) < max_sizes
-        ):
+        last = next(reversed(sizes), "")
+        if last and "=" not in item and _SIZE.fullmatch(size) and len(sizes[last]) < max_sizes:
             sizes[last] += (int(size),)
             continue
         if not key or not _SIZE.fullmatch(size):

@@ -50,6 +50,7 @@ from onnxplace.problem import (
 from onnxplace.state import Pass
 from onnxplace.target.device_kinds import ISOLATE
 from onnxplace.target.target import Target
+from onnxplace.utils.groups import group_pairs
 from onnxplace.utils.jit import budget_clock
 from onnxplace.utils.quantities import format_bytes, format_milliseconds, format_time
 
@@ -211,11 +212,9 @@ def list_device_sets(target: Target) -> list[tuple[str, ...]]:
     if not target.shares_processors:
         return [()]
     ways, rivals = np.array([max(len(item.processors), 1) for item in target.devices]), target.conflicts
-    groups: dict[tuple[object, ...], list[int]] = {}
-    for index, device in enumerate(target.devices):
-        if ways[index] == 1 and rivals[index].sum() > 1:
-            options = {name: value for name, value in device.options.items() if name != ISOLATE}
-            groups.setdefault((device.kind, *sorted(options.items())), []).append(index)
+    sharing = np.flatnonzero((ways == 1) & (rivals.sum(axis=1) > 1)).tolist()
+    kinds = [(target.devices[index].kind, {**target.devices[index].options, ISOLATE: ""}) for index in sharing]
+    groups = group_pairs(((kind, *sorted(options.items())), index) for (kind, options), index in zip(kinds, sharing))
     others = np.flatnonzero((ways == 1) & (rivals.sum(axis=1) == 1)).tolist()
     sides = [group for group in groups.values() if rivals[np.ix_(group, group)].sum() == len(group)]
     spans = [[index] for index in np.flatnonzero(ways > 1).tolist()]

@@ -21,13 +21,7 @@ from onnxplace.driver.choose import (
     make_throughput_objective,
 )
 from onnxplace.driver.plan_sets import join_sizes
-from onnxplace.driver.settings import (
-    CompileSettings,
-    choose_output,
-    choose_pipeline,
-    choose_streaming,
-    choose_target,
-)
+from onnxplace.driver.settings import CompileSettings, choose_output, choose_pipeline, choose_streaming, choose_target
 from onnxplace.driver.sources import ModelSource, SizedModel, bind_source, open_source
 from onnxplace.driver.step_parts import suggest_fixed_sizes
 from onnxplace.driver.trials import Compiled, finish_bundle
@@ -71,14 +65,9 @@ def compile_with(model: str | Path | ModelProto | Any, settings: CompileSettings
     """Compile a model with a record of settings."""
     settings.check()
     steps = choose_pipeline(settings)
-    target = choose_target(
-        settings.devices,
-        settings.target,
-        settings.max_memory,
-        settings.machine,
-        settings.providers,
-        has_max_error=settings.max_error is not None and settings.is_placement_open,
-    )
+    given = settings.devices, settings.target, settings.max_memory, settings.machine, settings.providers
+    has_max_error = settings.max_error is not None and settings.is_placement_open
+    target = choose_target(*given, has_max_error=has_max_error)
     for device in target.devices if settings.max_error else ():  # all of them run
         require_device(device)
     with open_source(model, settings.example_inputs) as source:
@@ -285,12 +274,9 @@ def _require_memory(state: State, least_streamed: int | None) -> None:
     held = sum(size for size in sizes if least_streamed is None or size < least_streamed)
     lacking = held - state.target.total_bytes
     if lacking > 0:
-        raise InfeasibleError(
-            "P002",
-            f"the weights need {lacking} bytes more than all devices have together: {state.target.describe_memory()}",
-            where=model.name,
-            hint="add devices, or raise --max-memory (a number without GiB or MiB is in bytes)",
-        )
+        message = f"the weights need {lacking} bytes more than all devices have together"
+        hint = "add devices, or raise --max-memory (a number without GiB or MiB is in bytes)"
+        raise InfeasibleError("P002", f"{message}: {state.target.describe_memory()}", where=model.name, hint=hint)
 
 
 def _report_assumed_links(target: Target) -> list[Diagnostic]:
@@ -302,26 +288,17 @@ def _report_assumed_links(target: Target) -> list[Diagnostic]:
     if not target.links or not missing:
         return []
     hint = "add [[links]] for each direction, or measure them: onnxplace devices --calibrate -o target.toml"
-    return [
-        Diagnostic(
-            "T013",
-            "the target does not give this link, so a default is assumed",
-            where=", ".join(missing),
-            hint=f"{hint} (on each host)" if target.hosts else hint,
-        )
-    ]
+    hint += " (on each host)" if target.hosts else ""
+    message = "the target does not give this link, so a default is assumed"
+    return [Diagnostic("T013", message, where=", ".join(missing), hint=hint)]
 
 
 def _report_unused_gpus(target: Target, devices: object) -> list[Diagnostic]:
     """Return a note for each GPU that the default devices omit."""
     if devices is not None or not all(device.is_host for device in target.devices):
         return []
+    hint = "pip uninstall -y onnxruntime; pip install 'onnxplace[gpu]'"
     return [
-        Diagnostic(
-            "T011",
-            f"this GPU ({gpu.name}) is not used: {problem}",
-            where=device,
-            hint="pip uninstall -y onnxruntime; pip install 'onnxplace[gpu]'",
-        )
+        Diagnostic("T011", f"this GPU ({gpu.name}) is not used: {problem}", where=device, hint=hint)
         for device, gpu, problem in list_accelerators()
     ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 SHARED_WEIGHTS = f"{SEGMENTS_FOLDER}/{WEIGHTS_FILE}"
 # Parts of so many ways are found in whole weights.
 MAX_PARTS = 64
+
+AnyStored = TypeVar("AnyStored", bound=InitialRecord)
 
 
 def join_plans(bundles: Sequence[Bundle], updates: dict[str, Any], sizes: Sequence[SizeRecord]) -> Bundle:
@@ -81,24 +83,19 @@ class _SharedWeights:
             for tensor in (references := list_external(model)):
                 offset, length = read_external_range(tensor)
                 moved = self._place(source[offset : offset + length])
-                tensor.CopyFrom(
-                    make_reference(tensor.name, tensor.data_type, tensor.dims, SHARED_WEIGHTS, moved, length)
-                )
+                reference = tensor.data_type, tensor.dims, SHARED_WEIGHTS, moved, length
+                tensor.CopyFrom(make_reference(tensor.name, *reference))
             if references:
                 (folder / name).write_bytes(model.SerializeToString())
                 files[name] = _describe(folder, name)
 
-        def move(record: InitialRecord) -> dict[str, Any]:
+        def move(record: AnyStored) -> AnyStored:
             moved = self._place(source[record.offset : record.offset + record.bytes])
-            return {"linked": True, "offset": moved}
+            return record.model_copy(update={"linked": True, "offset": moved})
 
-        states = tuple(
-            item
-            if item.initial is None
-            else item.model_copy(update={"initial": item.initial.model_copy(update=move(item.initial))})
-            for item in manifest.states
-        )
-        streamed = {name: item.model_copy(update=move(item)) for name, item in manifest.streamed.items()}
+        updates = ({"initial": move(item.initial)} if item.initial else {} for item in manifest.states)
+        states = tuple(item.model_copy(update=update) for item, update in zip(manifest.states, updates))
+        streamed = {name: move(item) for name, item in manifest.streamed.items()}
         (folder / SHARED_WEIGHTS).write_bytes(b"")
         files[SHARED_WEIGHTS] = _describe(folder, SHARED_WEIGHTS)
         return manifest.model_copy(update={"files": files, "states": states, "streamed": streamed})
@@ -110,9 +107,8 @@ class _SharedWeights:
         for size in sorted(wholes):
             for offset in self._offsets[size]:
                 for start in range(offset, offset + size, length):
-                    if np.array_equal(self._bytes[start : start + len(head)], head) and np.array_equal(
-                        self._bytes[start : start + length], data
-                    ):
+                    part = self._bytes[start : start + length]
+                    if np.array_equal(part[: len(head)], head) and np.array_equal(part, data):
                         return start
         start = -(-len(self._bytes) // PAGE_BYTES) * PAGE_BYTES
         with self._path.open("ab") as stream:

@@ -16,6 +16,7 @@ from onnxplace.driver.candidates import (
     Result,
     Strategy,
     create_pass,
+    place_on_one_device,
     predict,
     predict_all,
     predict_elsewhere,
@@ -313,8 +314,7 @@ def _list_plans(results: Sequence[Sequence[Result]], profiled: Sequence[Profiled
     names = {device.cost_class: device.id for device in reversed(profiled[0].state.target.devices)}.values()
     for part, name in product(profiled if is_fixed else profiled[:1], names):
         with suppress(InfeasibleError):  # it has no room for the whole model
-            single = part.replace_placer(create_pass("single"))
-            yield predict(Strategy(name, "one device", single, devices=(name,)), part)
+            yield predict(replace(place_on_one_device(part), name=name, devices=(name,)), part)
     for number, items in enumerate(results, 1):
         built = (item for item in items if isinstance(item, Candidate) and item.strategy.kind not in COPIES)
         several = sorted((item for item in built if item.devices > 1), key=lambda item: item.step_seconds)

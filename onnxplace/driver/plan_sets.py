@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from typing import Any, TypeVar
@@ -20,6 +19,7 @@ import numpy as np
 
 from onnxplace.bundle.bundle import Bundle
 from onnxplace.bundle.manifest import InputRecord, OutputRecord, SizeRecord
+from onnxplace.bundle.split_states import SplitStates
 from onnxplace.driver.candidates import Candidate, predict_elsewhere
 from onnxplace.driver.join_plans import join_plans
 from onnxplace.driver.plan_memory import PlanMemory, fits_together, hold_together
@@ -102,27 +102,21 @@ def rank_sets(
     for plans in (plans for count in range(1, most + 1) for plans in combinations(range(len(steps)), count)):
         item = PlanSet.of(plans, steps, weights, is_worst_ratio=is_worst_ratio)
         move = max((float(moves[pair]) for pair in combinations(plans, 2)), default=0.0)
-        # A switch comes with a request of the rarer kind; the time of a move is part of its step.
-        lost = 0.0 if is_worst_ratio else move * _count_switches(item, weights)
+        # Requests of the rarer kinds switch there and back, at least; the time of a move is part of their steps.
+        shares = np.bincount(item.fastest, weights)
+        lost = 0.0 if is_worst_ratio else move * float(2 * (shares.sum() - shares.max()))
         if np.isfinite(item.seconds).all() and fits(plans):
             sets.append(replace(item, loss=item.loss + lost, move_seconds=move))
     if not sets:
         message = "no plans take all sizes together within the memory of the devices"
-        raise InfeasibleError(
-            "P001", message, where="--shape", hint="raise --plans or --max-memory, or give fewer sizes"
-        )
+        hint = "raise --plans or --max-memory, or give fewer sizes"
+        raise InfeasibleError("P001", message, where="--shape", hint=hint)
     sets.sort(key=lambda item: (item.loss, len(item.plans)))
     best, limit = sets[0], 1 + MIN_PLAN_GAIN
     enough = [item for item in sets if item.loss <= limit * best.loss and (item.seconds <= limit * best.seconds).all()]
     # Digits that only tell errors of rounding do not decide; then the plan of the first size does.
     chosen = min(enough, key=lambda item: (len(item.plans), float(f"{item.loss:.6g}"), item.plans))
     return [chosen, *(item for item in sets if item is not chosen)]
-
-
-def _count_switches(item: PlanSet, weights: Floats) -> float:
-    """Return how often requests that follow one another change the plan, at least."""
-    shares = np.bincount(item.fastest, weights)
-    return float(2 * (shares.sum() - shares.max()))
 
 
 def join_sizes(
@@ -137,13 +131,20 @@ def join_sizes(
         measures: Whether the plans may run here.
         is_worst_ratio: As for `rank_sets`.
     """
-    keys = [_identify(item.bundle) for item in compiled]
+    keys = [build_trial_key(item.bundle, {}) for item in compiled]  # of all that runs: equal ones are one plan
     plans = [item for index, item in enumerate(compiled) if keys[index] not in keys[:index]]
     bundles = [item.bundle for item in plans]
     weights = np.array([item.weight for item in sized])
     if len(plans) > 1 and measures:
         measures = find_trial_obstacle(*bundles) is None
-    steps = np.stack([_find_steps(plans, compiled, index, sized[index], measures) for index in range(len(sized))], 1)
+    own = np.array([[key == other for other in keys] for key in dict.fromkeys(keys)])
+    parts = zip(compiled, sized, own.T)
+    steps = np.stack([_find_steps(plans, *part, measures=measures) for part in parts], axis=1)
+    # A device that needs static shapes leaves other sizes to the host, of which a prediction knows nothing.
+    static = np.array([any(segment.static for segment in bundle.manifest.segments) for bundle in bundles])
+    is_left_to_host = static[:, None] & ~own
+    if not measures:
+        steps[is_left_to_host] = math.inf
     memory = [PlanMemory.of(bundle) for bundle in bundles]
     chosen = rank_sets(
         steps,
@@ -153,10 +154,8 @@ def join_sizes(
         move_seconds=predict_moves([item.candidate for item in plans], compiled[0].candidate.state.target),
         is_worst_ratio=is_worst_ratio,
     )[0].plans
-    # Where a size has its plan, the host takes no other plan's part in it on a device that needs static shapes.
-    own = np.array([[key == other for other in keys] for key in dict.fromkeys(keys)])
-    static = np.array([any(segment.static for segment in bundle.manifest.segments) for bundle in bundles])
-    steps[static[:, None] & ~own & own[list(chosen)].any(axis=0)] = math.inf
+    # Where a size has its plan, the host takes no other plan's part in it.
+    steps[is_left_to_host & own[list(chosen)].any(axis=0)] = math.inf
     # Whoever knows nothing of plans runs the first one: it takes all sizes, with whole operators, if one does.
     first = sorted(
         chosen, key=lambda index: (not np.isfinite(steps[index]).all(), bool(bundles[index].manifest.sharding), index)
@@ -187,43 +186,26 @@ def _list_notes(notes: Sequence[Diagnostic], bundles: Sequence[Bundle]) -> list[
     return [note for note in dict.fromkeys(notes) if note.code != "P010" or note.where not in used]
 
 
-def _identify(bundle: Bundle) -> str:
-    """Return what tells the plan of a bundle from others: all that runs."""
-    return build_trial_key(bundle, {})
-
-
 def _find_steps(
-    plans: Sequence[Compiled], compiled: Sequence[Compiled], index: int, sized: SizedModel, measures: bool
+    plans: Sequence[Compiled], compiled: Compiled, sized: SizedModel, is_own: Sequence[bool], *, measures: bool
 ) -> Floats:
     """Return the step of each plan at a size: measured in turns where they can run, else predicted."""
     if measures:
         return _measure([item.bundle for item in plans], sized.model.feeds(0))
-    # Plans that are the same are kept once, with the step of the first size that has them.
-    own, profiled = compiled[index].bundle, compiled[index].candidate.profiled
-    others = (item.candidate if _identify(item.bundle) != _identify(own) else None for item in plans)
-    return np.array(
-        [own.manifest.step_seconds if other is None else predict_elsewhere(other, profiled) for other in others]
-    )
+    # Plans that are the same are kept once; at each of their sizes, the step is that of the one compiled for it.
+    known, profiled = compiled.bundle.manifest.step_seconds, compiled.candidate.profiled
+    steps = (known if own else predict_elsewhere(plan.candidate, profiled) for plan, own in zip(plans, is_own))
+    return np.array(list(steps))
 
 
 def _measure(bundles: Sequence[Bundle], feeds: Mapping[str, Any]) -> Floats:
     """Return the step of each bundle with some inputs, in turns; infinite for one that does not take them."""
-    taking = [bundle for bundle in bundles if _takes(bundle, feeds)]
+    taking = [item for item in bundles if item.takes_sizes(SplitStates(item.manifest).cut_feeds(feeds))]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NoteWarning)  # that the host computes a size that is not the plan's own
-        steps = (
-            dict(zip((bundle.path for bundle in taking), run_trials(taking, feeds, compares=False))) if taking else {}
-        )
-    return np.array([steps[bundle.path].step_seconds if bundle.path in steps else math.inf for bundle in bundles])
-
-
-def _takes(bundle: Bundle, feeds: Mapping[str, Any]) -> bool:
-    """Return whether the inputs of a bundle, whose sizes may be fixed, have these sizes."""
-    return all(
-        item.name not in feeds or item.shape is None or len(item.shape) != np.ndim(feeds[item.name])
-        or all(not isinstance(size, int) or size == actual for size, actual in zip(item.shape, feeds[item.name].shape))
-        for item in bundle.inputs
-    )  # fmt: skip
+        trials = run_trials(taking, feeds, compares=False) if taking else ()
+    steps = {bundle.path: trial.step_seconds for bundle, trial in zip(taking, trials)}
+    return np.array([steps.get(bundle.path, math.inf) for bundle in bundles])
 
 
 def predict_moves(plans: Sequence[Candidate], target: Target) -> Floats:
@@ -235,13 +217,12 @@ def predict_moves(plans: Sequence[Candidate], target: Target) -> Floats:
     homes = [_find_state_homes(plan) for plan in plans]
     used = dict.fromkeys(device for states in homes for device, _ in states.values())
     rates = {item: COPIED_BYTES_PER_SECOND if item.is_host else find_host_rate(target, item) for item in used}
-    left: Floats = np.array([[_sum_moved(own, other, rates) for other in homes] for own in homes])
+
+    def leave(own: _Homes, other: _Homes) -> float:
+        return sum(size / rates[home] for name, (home, size) in own.items() if other.get(name, (None,))[0] != home)
+
+    left: Floats = np.array([[leave(own, other) for other in homes] for own in homes])
     return left + left.T
-
-
-def _sum_moved(own: _Homes, other: _Homes, rates: Mapping[Device, float]) -> float:
-    """Return the seconds in which states leave devices that others have in the other plan."""
-    return sum(size / rates[home] for name, (home, size) in own.items() if other.get(name, (None,))[0] != home)
 
 
 def _find_state_homes(plan: Candidate) -> _Homes:
@@ -264,18 +245,16 @@ def _measure_between(bundles: Sequence[Bundle], records: Sequence[SizeRecord], s
     ordered = sorted(records, key=lambda item: min(filter(None, item.seconds), default=0.0))
     for low, high in pairwise(ordered):
         for _ in range(MAX_HALVINGS if None not in (*low.seconds, *high.seconds) else 0):
-            if low.fastest == high.fastest:
-                break
             middle = find_middle(low.dimensions, high.dimensions)
-            if middle in (low.dimensions, high.dimensions):
+            if low.fastest == high.fastest or middle in (low.dimensions, high.dimensions):
                 break
-            with suppress(OnnxplaceError):  # not every size is one of the model
+            try:
                 model = bind(sized.model, middle, {})
                 record = _record(model.dimensions, _measure(bundles, model.feeds(0)))
-                found.append(record)
-                low, high = (record, high) if record.fastest == low.fastest else (low, record)
-                continue
-            break
+            except OnnxplaceError:  # not every size is one of the model
+                break
+            found.append(record)
+            low, high = (record, high) if record.fastest == low.fastest else (low, record)
     return found
 
 

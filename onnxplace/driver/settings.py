@@ -147,53 +147,28 @@ class CompileSettings:
         placers = self.placer or self.objective != "latency" or self.budget_seconds is not None
         given = {"--stream always": self.stream == "always", "--pool": self.pool is not None}
         streams = " and ".join(name for name, is_given in given.items() if is_given)
-        exclusions = (
-            (
-                has_pipeline and placers,
-                "--pipeline excludes --placer, --objective and --budget",
-                "",
-                "name the placer in the pipeline, as in auto{seconds=10}",
-            ),
-            (
-                ways == 1 and self.shard_map_text,
-                "--shard-map says how to split operators, and --shard off not to",
-                "--shard-map",
-                "omit one of the two",
-            ),
-            (
-                has_pipeline and shards,
-                "--pipeline excludes --shard and --shard-map",
-                "",
-                "name the pass after profile: optimize,profile,shard{ways=2},coplace,...",
-            ),
-            (
-                shards and (self.device_map_text or self.colocate),
-                "--shard and --shard-map exclude --device-map and --colocate: parts of operators have their devices",
-                "",
-                "omit one of the two",
-            ),
-            (
-                has_pipeline and self.recompute not in ("auto", "off"),
-                "--pipeline excludes --recompute",
-                "--recompute",
-                "name the pass after profile: optimize,profile,recompute{limit=4GiB},coplace,...",
-            ),
-            (
-                streams and not self.may_stream,
-                f"{streams} excludes --stream off, --pipeline, --placer, --shard and --objective throughput, step",
-                "--stream",
-                "in a pipeline, name the placer: optimize,profile,coplace,fuse,stream{pool=2GiB},split,emit",
-            ),
-            (
-                has_pipeline and self.sets_pass_options,
-                "--pipeline excludes --costs, --save-costs, --no-cache, --device-map, --colocate, --seed and --effort",
-                "",
-                "write them into it: profile{costs=F,save=F,cache=false,seed=1},coplace{device_map=F,colocate=REGEX}",
-            ),
-        )
-        for is_given, message, where, hint in exclusions:
-            if is_given:
+
+        def exclude(are_given: object, message: str, hint: str, where: str = "") -> None:
+            if are_given:
                 raise UsageError("U042", message, where=where, hint=hint)
+
+        hint = "name the placer in the pipeline, as in auto{seconds=10}"
+        exclude(has_pipeline and placers, "--pipeline excludes --placer, --objective and --budget", hint)
+        message = "--shard-map says how to split operators, and --shard off not to"
+        exclude(ways == 1 and self.shard_map_text, message, "omit one of the two", "--shard-map")
+        hint = "name the pass after profile: optimize,profile,shard{ways=2},coplace,..."
+        exclude(has_pipeline and shards, "--pipeline excludes --shard and --shard-map", hint)
+        message = "--shard and --shard-map exclude --device-map and --colocate: parts of operators have their devices"
+        exclude(shards and (self.device_map_text or self.colocate), message, "omit one of the two")
+        hint = "name the pass after profile: optimize,profile,recompute{limit=4GiB},coplace,..."
+        recomputes = self.recompute not in ("auto", "off")
+        exclude(has_pipeline and recomputes, "--pipeline excludes --recompute", hint, "--recompute")
+        message = f"{streams} excludes --stream off, --pipeline, --placer, --shard and --objective throughput, step"
+        hint = "in a pipeline, name the placer: optimize,profile,coplace,fuse,stream{pool=2GiB},split,emit"
+        exclude(streams and not self.may_stream, message, hint, "--stream")
+        message = "--pipeline excludes --costs, --save-costs, --no-cache, --device-map, --colocate, --seed and --effort"
+        hint = "write them into it: profile{costs=F,save=F,cache=false,seed=1},coplace{device_map=F,colocate=REGEX}"
+        exclude(has_pipeline and self.sets_pass_options, message, hint)
 
     def _check_amounts(self) -> None:
         if self.plans < 1:

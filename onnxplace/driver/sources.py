@@ -135,12 +135,8 @@ def list_sizes(shape: SizesRequest) -> list[tuple[dict[str, int], float]]:
         is_number = isinstance(weight, (int, float)) and 0 < weight < math.inf
         if not is_number or not isinstance(sizes, Mapping):
             hint = 'such as [{"batch": 1}, ({"batch": 8}, 0.1)]; --shape batch=1 --shape batch=8=0.1'
-            raise UsageError(
-                "U005",
-                f"expected sizes, or a pair of them and a weight above 0, got {item!r}",
-                where="--shape",
-                hint=hint,
-            )
+            message = f"expected sizes, or a pair of them and a weight above 0, got {item!r}"
+            raise UsageError("U005", message, where="--shape", hint=hint)
         choices = {
             name: tuple(size) if isinstance(size, list | tuple) and size else (size,) for name, size in sizes.items()
         }

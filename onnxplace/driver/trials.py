@@ -15,7 +15,7 @@ import numpy as np
 
 from onnxplace.bundle.bundle import Bundle
 from onnxplace.bundle.staging import Staging
-from onnxplace.driver.candidates import Candidate, Strategy, create_pass, predict
+from onnxplace.driver.candidates import Candidate, create_pass, place_on_one_device, predict
 from onnxplace.driver.choose import Comparison, format_rate, report_plain_session
 from onnxplace.driver.settings import CompileSettings
 from onnxplace.errors import Diagnostic, Figure, InfeasibleError, OnnxplaceError
@@ -303,12 +303,10 @@ class _Trials:
         if one.step_seconds > (1.0 if is_confirmed else CLEAR_ONE_DEVICE_RATIO) * step.step_seconds:
             return several, step
         home = single.state.target.devices[int(single.state[Placement].device[0])].id
-        times = (
-            f"a step took {format_milliseconds(step.step_seconds)}, "
-            f"and on {home} alone {format_milliseconds(one.step_seconds)}"
-        )
+        took, alone = format_milliseconds(step.step_seconds), format_milliseconds(one.step_seconds)
         figures = (Figure(home, one.step_seconds), Figure("several devices", step.step_seconds))
-        message, placer = f"in a trial, {times}: kept {home}", several.state[Placement].placer
+        message = f"in a trial, a step took {took}, and on {home} alone {alone}: kept {home}"
+        placer = several.state[Placement].placer
         note = Diagnostic("P042", message, where=placer, figures=figures)
         return single.with_notes(note, *report_idle_devices(single.state)), one
 
@@ -321,11 +319,8 @@ def _list_times(seconds: Mapping[str, float], format_seconds: Callable[[float], 
 
 def _place_on_one_device(several: Candidate) -> Candidate:
     """Return the strategy with whole operators on the best single device, and the notes about several ones."""
-    placer = create_pass("single")
-    passes = [
-        placer if Placement in step.provides else step for step in several.strategy.passes if step.name != "shard"
-    ]
-    single = predict(Strategy("one device", "one device", tuple(passes)), several.profiled)
+    whole = tuple(step for step in several.strategy.passes if step.name != "shard")
+    single = predict(place_on_one_device(replace(several.profiled, rest=whole)), several.profiled)
     if several.is_rewritten:
         return single
     notes = (*several.state.diagnostics, *single.state.diagnostics)
@@ -345,16 +340,10 @@ def _place_on_all_cores(several: Candidate) -> Candidate:
         raise InfeasibleError("P001", "one session cannot take the place of the devices", where="single")
     names = tuple(f"cpu:{number}" for number in sorted(numbers))
     memory, cores = sum(item.memory_bytes for item in target.devices), sum(item.cores for item in target.devices)
-    span = Device(
-        f"cpu:{min(numbers)}-{max(numbers)}",
-        memory,
-        cores=cores,
-        processors=names,
-    )
+    span = Device(f"cpu:{min(numbers)}-{max(numbers)}", memory, cores=cores, processors=names)
     before = replace(several.profiled.state, target=Target((span,)))
     state, _ = Pipeline(tuple(step for step in front if step.name == "profile")).run(before)
-    passes = several.profiled.replace_placer(create_pass("single"))
-    return predict(Strategy("one device", "one device", passes), replace(several.profiled, state=state))
+    return predict(place_on_one_device(several.profiled), replace(several.profiled, state=state))
 
 
 def _balance(stages: Candidate, trial: RateTrial) -> Candidate:

@@ -212,9 +212,7 @@ def compare_at_another_size(bundle: Bundle) -> tuple[str, ...]:
 
 @contextmanager
 def compare_in_child(
-    open_comparison: Callable[[], AbstractContextManager[tuple[Compare, Any]]],
-    bundle: Path,
-    against: str | Path | None,
+    open_comparison: Callable[[], AbstractContextManager[tuple[Compare, Any]]], bundle: Path, against: str | Path | None
 ) -> Iterator[Compare]:
     """Yield a function that compares in a child process, which starts with the first call, and again after its end.
 

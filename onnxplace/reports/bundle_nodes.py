@@ -17,6 +17,7 @@ from onnxplace.model.shape_inference import infer_shapes
 from onnxplace.reports.layer_tree import NODE_PART, LayerNode, name_layer, name_segment, sort_forward
 from onnxplace.reports.page_records import NodeEdges, SegmentSummary
 from onnxplace.utils.files import read_json
+from onnxplace.utils.groups import group_pairs
 
 if TYPE_CHECKING:
     from onnx import ModelProto, NodeProto, TensorShapeProto
@@ -69,13 +70,10 @@ def read_nodes(bundle: Bundle) -> BundleNodes:
     edges = NodeEdges(*zip(*links))
     paths = _find_paths([node for _, node in entries], edges)
     nodes = tuple(replace(node, name=paths[index], index=index) for index, (node, _) in enumerate(entries))
-    members: list[list[LayerNode]] = [[] for _ in manifest.segments]
-    for item in nodes:
-        members[item.segment].append(item)
-    segments = []
-    for own, segment in zip(members, manifest.segments):
+    members, segments = group_pairs((item.segment, item) for item in nodes), []
+    for number, segment in enumerate(manifest.segments):
         planned = segment.seconds if segment.planned_seconds is None else segment.planned_seconds
-        segments.append(SegmentSummary(segment.id, name_segment(own), segment.seconds, planned))
+        segments.append(SegmentSummary(segment.id, name_segment(members.get(number, ())), segment.seconds, planned))
     layers = {name: name_layer(paths[index]) for name, index in producer.items()}
     return BundleNodes(nodes, edges, layers, tuple(segments))
 

@@ -244,16 +244,9 @@ def draw_memory(step: PlacedStep, weights_bytes: Sequence[int]) -> tuple[MemoryC
         step: The simulated step.
         weights_bytes: Per device, the weights, which it holds throughout.
     """
-    simulation = step.simulation
-    changes = list_memory_changes(
-        step.graph,
-        step.device,
-        step.order,
-        simulation.start_seconds,
-        simulation.finish_seconds,
-        simulation.transfers,
-        simulation.makespan_seconds,
-    )
+    done = step.simulation
+    times = done.start_seconds, done.finish_seconds, done.transfers, done.makespan_seconds
+    changes = list_memory_changes(step.graph, step.device, step.order, *times)
     return tuple(_draw_device(step, changes, index, base) for index, base in enumerate(weights_bytes))
 
 

@@ -10,6 +10,7 @@ from typing import Literal
 from onnxplace.reports.layer_tree import name_layer
 from onnxplace.reports.page_records import ComparedQuantity, Comparison, PageData, Quantity, Table
 from onnxplace.reports.verdict import MIN_SHARE, RATE_LABEL
+from onnxplace.utils.groups import group_pairs
 from onnxplace.utils.quantities import format_bytes, format_time
 
 # Layers that a row names.
@@ -89,12 +90,10 @@ def list_differences(first: PageData, second: PageData) -> tuple[Table, ...]:
 def _list_moves(first: PageData, second: PageData) -> Iterator[Table]:
     """Yield the nodes that are on other devices, grouped by the devices in both."""
     before, after = _find_devices(first), _find_devices(second)
-    moves: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for name in dict.fromkeys((*before, *after)):
-        devices = before.get(name, "-"), after.get(name, "-")
-        if devices[0] != devices[1]:
-            moves[devices].append(name)
-    rows = [(*devices, str(len(names)), _name_layers(names)) for devices, names in moves.items()]
+    names = dict.fromkeys((*before, *after))
+    groups = group_pairs(((before.get(name, "-"), after.get(name, "-")), name) for name in names)
+    moves = {devices: own for devices, own in groups.items() if devices[0] != devices[1]}
+    rows = [(*devices, str(len(own)), _name_layers(own)) for devices, own in moves.items()]
     if rows:
         yield Table(
             caption="Nodes on other devices; a dash where a report does not have them",
@@ -112,7 +111,7 @@ def _name_layers(names: Iterable[str]) -> str:
 def _find_devices(page: PageData) -> Mapping[str, str]:
     """Return the devices of each node, by its path; the parts of a node are one."""
     tree, paths = page.layers, list[str]()
-    devices: dict[str, set[str]] = defaultdict(set)
+    devices = defaultdict[str, set[str]](set)
     for label, parent, node, device in zip(tree.label, tree.parent, tree.node, tree.device):
         above = paths[parent] if parent >= 0 else ""
         # Groups of equal layers are not in the names of nodes.

@@ -15,6 +15,7 @@ from typing import Any
 
 from onnxplace.graph.op_graph import order_items
 from onnxplace.reports.page_records import LayerTree
+from onnxplace.utils.groups import group_pairs
 
 Edges = Collection[tuple[int, int]]
 """Each from an item to one that reads it; none twice."""
@@ -86,10 +87,7 @@ def build_layer_tree(nodes: Sequence[LayerNode], edges: Edges = ()) -> LayerTree
         keys = [label(item, depth, depth + 1) if len(ends[item]) > depth + 2 else item for item in items]
         runs, layers, seen = divide_forward(items, keys, links), list[_Layer](), Counter[str]()
         home = {item: index for index, run in enumerate(runs) for item in run}
-        inner = defaultdict[int, list[tuple[int, int]]](list)
-        for link in links:
-            if home[link[0]] == home[link[1]]:
-                inner[home[link[0]]].append(link)
+        inner = group_pairs((home[link[0]], link) for link in links if home[link[0]] == home[link[1]])
         for index, run in enumerate(runs):
             end, least = depth + 1, min(len(ends[item]) for item in run) - 2
             if len(run) == 1:
@@ -100,7 +98,7 @@ def build_layer_tree(nodes: Sequence[LayerNode], edges: Edges = ()) -> LayerTree
             name = label(run[0], depth, end)
             seen[name] += 1
             suffix = f" (part {seen[name]})" if seen[name] > 1 else ""
-            layers.append(_Layer(name + suffix, build(run, inner[index], end)))
+            layers.append(_Layer(name + suffix, build(run, inner.get(index, ()), end)))
         return _divide(_group_repeats(layers, {(home[a], home[b]) for a, b in links if home[a] != home[b]}))
 
     # All nodes, even if hostile ones read each other in a circle.
@@ -215,9 +213,7 @@ def divide_forward(items: Sequence[int], keys: Sequence[Hashable], edges: Edges)
     before = dict.fromkeys(sort_forward(len(number), between))
     back = sort_forward(len(number), {(reader, source) for source, reader in between})
     after = [key for key in reversed(back) if key not in before]
-    members = defaultdict[int, list[int]](list)
-    for item in items:
-        members[home[item]].append(item)
+    members = group_pairs((home[item], item) for item in items)
     whole = {*before, *after}
     divided = groupby((item for item in items if home[item] not in whole), lambda item: home[item])
     return [*(members[key] for key in before), *([*run] for _, run in divided), *(members[key] for key in after)]

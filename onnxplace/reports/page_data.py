@@ -37,6 +37,7 @@ from onnxplace.reports.step_analysis import PlacedStep, count_bytes, explain_ste
 from onnxplace.reports.text import count_streamed_bytes, list_pools, tabulate_sizes
 from onnxplace.reports.verdict import RATE_LABEL, ReportContext, judge_step
 from onnxplace.simulation.weight_streams import WeightStream
+from onnxplace.utils.groups import group_pairs
 from onnxplace.utils.quantities import format_bytes, format_time
 
 # What times follow from.
@@ -92,14 +93,9 @@ def describe_bundle(bundle: Bundle, trace: Path | None = None) -> PageData:
     manifest = bundle.manifest
     step, nodes = simulate_segments(manifest), read_nodes(bundle)
     predicted, attempts = manifest.predicted, list_attempts(manifest.diagnostics)
-    bound = explain_step(
-        step,
-        predicted.step_seconds,
-        predicted.lower_bound_seconds,
-        predicted.single_device_seconds,
-        predicted.request_seconds,
-        manifest.trial.planned_seconds if manifest.trial else None,
-    )
+    planned = manifest.trial.planned_seconds if manifest.trial else None
+    limits = predicted.lower_bound_seconds, predicted.single_device_seconds
+    bound = explain_step(step, predicted.step_seconds, *limits, predicted.request_seconds, planned)
     known = ReportContext(
         basis=FROM_COSTS if manifest.trial is None else FROM_TRIAL,
         step_seconds=manifest.trial.step_seconds if manifest.trial else None,
@@ -301,10 +297,8 @@ STAGE_PLACERS = ("stages", "pipelined")
 
 def _list_stages(manifest: Manifest) -> Iterator[tuple[str, ...]]:
     """Yield the row of each device with a program, in the order of its first segment."""
-    segments = {device: [item for item in manifest.segments if item.device == device] for device in manifest.programs}
-    first = {item.device: index for index, item in reversed(list(enumerate(manifest.segments)))}
-    for stage, device in enumerate(sorted(first, key=lambda name: first[name]), 1):
-        own = segments[device]
+    segments = group_pairs((item.device, item) for item in manifest.segments)
+    for stage, (device, own) in enumerate(segments.items(), 1):
         seconds = format_time(sum(item.seconds for item in own))
         yield str(stage), device, str(len(own)), str(sum(item.nodes for item in own)), seconds
 

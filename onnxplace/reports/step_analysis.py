@@ -16,6 +16,7 @@ from onnxplace.reports.page_records import Bound, ChainPart, Crossing
 from onnxplace.simulation.simulator import Simulation, simulate, simulate_stream
 from onnxplace.simulation.weight_streams import WeightStream
 from onnxplace.target.target import Target
+from onnxplace.utils.groups import group_pairs
 from onnxplace.utils.quantities import format_time
 
 
@@ -96,9 +97,7 @@ MIN_SHARE = 1e-4
 def list_crossings(step: PlacedStep) -> tuple[Crossing, ...]:
     """Return the values that cross between devices, those with the longest transfers first."""
     sent = step.simulation.transfers
-    transfers: dict[int, list[int]] = {}
-    for index, value in enumerate(sent.value.tolist()):
-        transfers.setdefault(value, []).append(index)
+    transfers = group_pairs((value, index) for index, value in enumerate(sent.value.tolist()))
     own_seconds = sent.finish_seconds - sent.start_seconds
     ranked = sorted(transfers, key=lambda value: (-float(own_seconds[transfers[value]].sum()), value))
     simulated = min(MAX_SIMULATED_CROSSINGS, MAX_SIMULATED_NODES // max(len(step.graph), 1))
@@ -216,9 +215,7 @@ def explain_step(
         request_seconds: The part of a step before its first event and after its last one.
         planned_seconds: The step by the costs of nodes, if `step_seconds` is of a trial.
     """
-    parts: dict[tuple[str, str], list[float]] = {}
-    for kind, where, seconds, _ in _walk_back(step):
-        parts.setdefault((kind, where), []).append(seconds)
+    parts = group_pairs(((kind, where), seconds) for kind, where, seconds, _ in _walk_back(step))
     chain = [ChainPart(*place, sum(times), len(times)) for place, times in parts.items()]
     if request_seconds > 0:
         chain.append(ChainPart("request", "", request_seconds, 1))

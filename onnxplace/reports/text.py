@@ -6,11 +6,12 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from onnxplace.errors import format_count, format_name, format_names
+from onnxplace.utils.groups import group_pairs
 from onnxplace.utils.quantities import format_bytes, format_milliseconds
 
 if TYPE_CHECKING:
     from onnxplace.bundle.bundle import Bundle
-    from onnxplace.bundle.manifest import Manifest, RepeatRecord, ShardedKindRecord, ShardingRecord, TrainingRecord
+    from onnxplace.bundle.manifest import Manifest, RepeatRecord, ShardingRecord, TrainingRecord
     from onnxplace.target.target import Pool
 
 
@@ -42,9 +43,7 @@ def compile_summary(bundle: Bundle) -> str:
             device.id,
             str(device.nodes),
             format_milliseconds(device.compute_seconds),
-            format_bytes(device.weights_bytes),
-            format_bytes(device.peak_bytes),
-            format_bytes(device.limit_bytes),
+            *map(format_bytes, (device.weights_bytes, device.peak_bytes, device.limit_bytes)),
             precisions[device.id],
         )
         for device in manifest.devices
@@ -98,10 +97,8 @@ def _format_steps(manifest: Manifest) -> list[str]:
 
 def count_streamed_bytes(manifest: Manifest) -> dict[str, int]:
     """Return the bytes of weights that stream, by their homes."""
-    sizes: dict[str, int] = {}
-    for weight in manifest.streamed.values():
-        sizes[weight.home] = sizes.get(weight.home, 0) + weight.bytes
-    return sizes
+    sizes = group_pairs((weight.home, weight.bytes) for weight in manifest.streamed.values())
+    return {home: sum(own) for home, own in sizes.items()}
 
 
 def _format_streams(manifest: Manifest) -> list[str]:
@@ -203,9 +200,7 @@ def _format_sharding(sharding: ShardingRecord | None) -> list[str]:
     if sharding is None:
         return []
     exchanges = ", ".join(f"{count} {kind}" for kind, count in sharding.exchanges.items()) or "no exchanges"
-    by_op: dict[str, list[ShardedKindRecord]] = {}
-    for kind in sharding.kinds:
-        by_op.setdefault(kind.op, []).append(kind)
+    by_op = group_pairs((kind.op, kind) for kind in sharding.kinds)
     total = sum(kind.seconds for kind in sharding.kinds)
     stages = f" in each of {sharding.stages} stages" if sharding.stages > 1 else ""
     lines = [f"operators split over {sharding.ways} devices{stages}: {exchanges}"]

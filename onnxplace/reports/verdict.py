@@ -6,7 +6,6 @@ compiler compared. Nothing is said where the data do not support it.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,6 +17,7 @@ from onnxplace.reports.step_analysis import PlacedStep
 from onnxplace.simulation.simulator import simulate_stream
 from onnxplace.simulation.weight_streams import WeightStream
 from onnxplace.target.target import Target
+from onnxplace.utils.groups import group_pairs
 from onnxplace.utils.quantities import format_time
 
 # Smaller shares of a step are no advice, and smaller differences of two no reason.
@@ -66,16 +66,9 @@ def judge_step(step: PlacedStep, bound: Bound, context: ReportContext) -> Verdic
 
 def _find_limit(bound: Bound) -> tuple[str, float]:
     """Return what takes most of the chain that determines the step, with its seconds."""
-    names = {
-        "transfer": "transfers",
-        "weights": "waiting for weights",
-        "wait": "waiting",
-        "request": "the request",
-    }
-    seconds = defaultdict[str, float](float)
-    for part in bound.chain:
-        seconds[names.get(part.kind, part.where)] += part.seconds
-    return max(seconds.items(), key=lambda item: item[1], default=("", 0.0))
+    names = {"transfer": "transfers", "weights": "waiting for weights", "wait": "waiting", "request": "the request"}
+    parts = group_pairs((names.get(part.kind, part.where), part.seconds) for part in bound.chain)
+    return max(((name, sum(own)) for name, own in parts.items()), key=lambda item: item[1], default=("", 0.0))
 
 
 def _phrase(verdict: Verdict, used: set[str], share: float, context: ReportContext) -> str:

@@ -166,10 +166,7 @@ class OpenPlans:
 
     def takes(self, plan: int, feeds: Feeds, moved: Feeds | None = None) -> bool:
         """Return whether the fixed sizes of a plan's inputs are those of feeds and moved states."""
-        values, shapes = self._bundles[plan].manifest.values, list[tuple[Any, Any]]()
-        for name, value in self.convert_feeds(plan, feeds, moved or {}).items():
-            shapes += zip((name in values and values[name].shape) or (), getattr(value, "shape", ()))
-        return all(size == fed for size, fed in shapes if isinstance(size, int))
+        return self._bundles[plan].takes_sizes(self.convert_feeds(plan, feeds, moved or {}))
 
     def convert_feeds(self, plan: int, feeds: Feeds, moved: Feeds) -> Feeds:
         """Return feeds of the first plan, and whole states that are not fed, in the parts of a plan."""

@@ -29,6 +29,7 @@ from onnxplace.measure.step_inputs import StepInputs, choose_step_inputs, list_s
 from onnxplace.pipeline.pipeline import Observer
 from onnxplace.runtime.interface import CopyStatus, make_no_outputs_error
 from onnxplace.session.inference_session import InferenceSession, load
+from onnxplace.utils.groups import group_pairs
 from onnxplace.utils.keywords import checks_arguments
 from onnxplace.utils.quantities import format_first, format_object
 
@@ -154,9 +155,8 @@ def verify(
             plan = opened.plans[differing.plan or 0]
             first = choose_step_inputs(plan, inputs, differing.sizes, seed)
             explanation = find_cause(plan, against, first, differing.steps)
-    by_name = dict[str, list[OutputDifference]]()  # a plan may have parts of states
-    for output in (output for item in comparisons for step in item.steps for output in step):
-        by_name.setdefault(output.name, []).append(output)
+    outputs = (output for item in comparisons for step in item.steps for output in step)
+    by_name = group_pairs((output.name, output) for output in outputs)  # a plan may have parts of states
     worst = map(find_worst, by_name.values())
     is_equal, precisions = _all_equal(comparisons), list_precisions(*opened.plans)
     return Verification(is_equal, tuple(worst), count, optimised, comparisons, precisions, copies, explanation)

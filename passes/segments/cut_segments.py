@@ -23,6 +23,7 @@ from onnxplace.simulation.channel_kernels import GAP
 from onnxplace.simulation.step_kernels import DEVICE
 from onnxplace.state import State
 from onnxplace.target.target import LINK_MODELS, Target
+from onnxplace.utils.groups import group_pairs
 
 # Steps of the loop that merges, at most; beyond, the segments stay as they are cut.
 MAX_WORK = 2_000_000_000
@@ -54,11 +55,8 @@ def report_crossing_states(state: State) -> tuple[Diagnostic, ...]:
     if Model not in state:
         return ()
     model = state[Model]
-    receivers: dict[str, list[str]] = {}
-    for program in state[Segments].programs:
-        for step in program:
-            if step.op == "send":
-                receivers.setdefault(step.value, []).append(step.peer)
+    sends = (step for program in state[Segments].programs for step in program if step.op == "send")
+    receivers = group_pairs((step.value, step.peer) for step in sends)
     return tuple(
         Diagnostic(
             "S010",

@@ -43,11 +43,7 @@ class ProgramLoop(ABC):
     """
 
     def __init__(
-        self,
-        bundle: Bundle,
-        devices: Mapping[str, PlacedDevice],
-        routes: Sequence[OpenRoute],
-        trace: bool,
+        self, bundle: Bundle, devices: Mapping[str, PlacedDevice], routes: Sequence[OpenRoute], trace: bool
     ) -> None:
         self.bundle = bundle
         self._devices = devices

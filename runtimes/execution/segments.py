@@ -41,6 +41,7 @@ from onnxplace.target.device_kinds import ISOLATE, DeviceAddress
 from onnxplace.target.device_memory import DeviceMemory
 from onnxplace.target.kind_table import find_kind, import_memory, is_isolated
 from onnxplace.target.target import Device
+from onnxplace.utils.groups import group_pairs
 from onnxplace.utils.ort import build_one_node_model
 from onnxplace.utils.quantities import format_milliseconds
 from onnxplace.utils.threads import call_guarded
@@ -279,9 +280,8 @@ def _require_declared_interface(bundle: Bundle, record: SegmentRecord, session: 
         actual = {item.name: item for item in (*items, *optional)}
         required = {item.name for item in items if kind == "inputs"}
         if not required <= set(names) <= set(actual):
-            raise _wrong_segment_error(
-                record, f"its {kind} are {_format_names(actual)}, the manifest says {_format_names(names)}"
-            )
+            message = f"its {kind} are {_format_names(actual)}, the manifest says {_format_names(names)}"
+            raise _wrong_segment_error(record, message)
         for name in names:
             declared = [(item.dtype, item.shape) for item in (values.get(name), inputs.get(name)) if item is not None]
             for dtype, shape in declared:
@@ -345,9 +345,7 @@ def open_routes(bundle: Bundle, devices: Mapping[str, PlacedDevice]) -> list[Ope
         for record in manifest.segments:
             if (device := devices.get(route.devices[record.device])) is not None:  # else another process has it
                 needed.setdefault((record.id, groups[device.id]), (record, device))
-    queues: dict[PlacedDevice, list[tuple[str, str]]] = {}
-    for key, (_, device) in needed.items():
-        queues.setdefault(device, []).append(key)
+    queues = group_pairs((device, key) for key, (_, device) in needed.items())
 
     def open_queue(device: PlacedDevice) -> dict[tuple[str, str], OpenSegment]:
         with pin_thread(device.cores):

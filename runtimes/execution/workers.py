@@ -25,11 +25,7 @@ from onnxplace.bundle.bundle import Bundle
 from onnxplace.errors import ExecutionError, OnnxplaceError
 from onnxplace.machine.ort_sessions import is_foreign_error, pin_thread
 from onnxplace.runtime.interface import Result
-from onnxplace.runtimes.execution.failures import (
-    describe_output_failure,
-    describe_step_failure,
-    is_out_of_memory,
-)
+from onnxplace.runtimes.execution.failures import describe_output_failure, describe_step_failure, is_out_of_memory
 from onnxplace.runtimes.execution.futures import WaitList
 from onnxplace.runtimes.execution.programs import ProgramLoop
 from onnxplace.runtimes.execution.requests import CancelledError, CarriedStates, Request

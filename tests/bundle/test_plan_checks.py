@@ -2,6 +2,7 @@
 
 import shutil
 
+import numpy as np
 import pytest
 
 import onnxplace
@@ -113,3 +114,19 @@ def test_the_weights_of_a_plan_are_not_read_from_above_a_bundle_that_is_not_ther
 def test_a_plan_that_was_taken_out_of_its_bundle_says_what_is_missing(run_cli, bundle, tmp_path):
     alone = shutil.copytree(bundle / "plan1", tmp_path / "alone")
     assert_refused(run_cli, alone, "error[N009]", "this weights file, to which the bundle refers, is missing")
+
+
+@pytest.mark.parametrize(
+    ("shape", "fed", "takes"),
+    [
+        (["batch", 64], (3, 64), True),
+        ([4, 64], (4, 64), True),
+        ([4, 64], (3, 64), False),
+        (None, (3, 64), True),  # of unknown rank
+    ],
+)
+def test_a_bundle_takes_the_sizes_that_its_inputs_do_not_fix(bundle, shape, fed, takes):
+    edit(bundle / MANIFEST_FILE, lambda data: data["values"]["x"].update(shape=shape))
+    opened = onnxplace.load(bundle)
+    assert opened.takes_sizes({"x": np.zeros(fed, np.float32), "unknown": 1}) == takes
+    assert opened.takes_sizes({"x": [1.0]})  # the session refuses what is no array
