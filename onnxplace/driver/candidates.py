@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
@@ -256,11 +256,20 @@ def predict(strategy: Strategy, profiled: Profiled, observer: Observer | None = 
     return Candidate(strategy, profiled, state, placed.timings)
 
 
-def predict_elsewhere(candidate: Candidate, profiled: Profiled) -> float:
-    """Return the predicted step of a candidate, in seconds, with requests of the sizes of another profile.
+@dataclass(frozen=True)
+class PredictedStep:
+    """A step of a candidate at other sizes than its own."""
 
-    Its segments stay as they are. It is infinite where memory is too small, and for a candidate of fixed sizes. What is
-    exact, and what an estimate:
+    seconds: float
+    """Infinite where memory is too small, and for a candidate of fixed sizes."""
+    peak_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Device -> the most that weights and values take."""
+
+
+def predict_elsewhere(candidate: Candidate, profiled: Profiled) -> PredictedStep:
+    """Predict a step of a candidate with requests of the sizes of another profile.
+
+    Its segments stay as they are. What is exact, and what an estimate:
 
     - Whole operators: each node takes the time that the other profile has for it on its device.
     - Operators or batches in parts, values computed again: nodes grow as the whole model does on their class of device,
@@ -273,7 +282,7 @@ def predict_elsewhere(candidate: Candidate, profiled: Profiled) -> float:
         getattr(step, name, False) for step in candidate.pipeline.passes for name in ("fixed_sizes", "fixed")
     )
     if is_fixed and own[Model].input_shapes() != other[Model].input_shapes():
-        return math.inf
+        return PredictedStep(math.inf)
     graph, changes = _resize(state[Profile], own[Profile], other[Profile])
     segment_of, home = np.zeros(len(graph), dtype=np.int32), np.zeros(len(segments.segments), dtype=np.int32)
     for index, segment in enumerate(segments.segments):
@@ -282,9 +291,11 @@ def predict_elsewhere(candidate: Candidate, profiled: Profiled) -> float:
     coarse, seconds = graph.contract(segment_of), segments.seconds + np.stack(rows)
     step = simulate_with_contention(coarse, seconds, state.target, home, np.arange(len(home), dtype=np.int32))
     if describe_shortage(state.target, step.peak_bytes, step.pool_peak_bytes):
-        return math.inf
+        return PredictedStep(math.inf)
     more_seconds = step.makespan_seconds - segments.simulation.makespan_seconds
-    return candidate.step_seconds + (max(more_seconds, 0.0) if Streaming in state else more_seconds)
+    more_seconds = max(more_seconds, 0.0) if Streaming in state else more_seconds
+    peaks = {device.id: int(peak) for device, peak in zip(state.target.devices, step.peak_bytes)}
+    return PredictedStep(candidate.step_seconds + more_seconds, peaks)
 
 
 def _resize(profile: Profile, own: Profile, other: Profile) -> tuple[OpGraph, dict[str, Floats]]:

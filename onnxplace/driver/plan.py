@@ -276,12 +276,13 @@ def _predict_sets(
 ) -> Iterator[PlannedStrategy]:
     """Yield the best set of plans first, then others by their mean step, and all of plans on one device."""
     target, plans = profiled[0].state.target, list(_list_plans(results, profiled))
-    steps = np.array([[predict_elsewhere(item, part) for part in profiled] for item in plans])
+    predicted = [[predict_elsewhere(item, part) for part in profiled] for item in plans]
+    steps = np.array([[step.seconds for step in row] for row in predicted])
     predictions = [Pipeline((create_pass("predict"),)).run(item.state)[0][Prediction] for item in plans]
     memory = [PlanMemory(item.devices, target, {}) for item in predictions]
 
-    def fits(indices: Sequence[int]) -> bool:
-        return fits_together([memory[index] for index in indices])
+    def fits(item: PlanSet) -> bool:
+        return fits_together(item.hold(memory, predicted))
 
     sets, moves = list[PlanSet](), predict_moves(plans, target)
     with suppress(InfeasibleError):
@@ -290,7 +291,7 @@ def _predict_sets(
     alone = [item for item in useful if len(item.plans) == 1]
     pairs = [item for item in useful if all(plans[index].devices == 1 for index in item.plans)]
     for item in {item.plans: item for item in (*useful[:MAX_LISTED], *alone[:1], *pairs)}.values():
-        names, together = [plans[index].name for index in item.fastest], [memory[index] for index in item.plans]
+        names, together = [plans[index].name for index in item.fastest], item.hold(memory, predicted)
         held = {name: record.peak_bytes for name, record in hold_together(together).items()}
         pools = [sum(held[name] for name in pool.devices) for pool in target.pools]
         yield PlannedStrategy(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -55,6 +55,12 @@ class PlanMemory:
                 first = weights[offset : offset + min(length, PAGE_BYTES)].tobytes()
                 mapped.setdefault(segment.device, set()).add((length, offset if bundle.manifest.linked else first))
         return PlanMemory(bundle.manifest.devices, bundle.target, mapped)
+
+    def grow(self, peaks: Sequence[Mapping[str, int]]) -> PlanMemory:
+        """Return the memory of the plan for further sizes, of each of which `peaks` has the peak of every device."""
+        most = [max([item.peak_bytes, *(peak.get(item.id, 0) for peak in peaks)]) for item in self.devices]
+        updates = [item.model_copy(update={"peak_bytes": peak}) for item, peak in zip(self.devices, most)]
+        return replace(self, devices=updates)
 
 
 def hold_together(plans: Sequence[PlanMemory]) -> dict[str, HeldRecord]:

@@ -20,7 +20,7 @@ import numpy as np
 from onnxplace.bundle.bundle import Bundle
 from onnxplace.bundle.manifest import InputRecord, OutputRecord, SizeRecord
 from onnxplace.bundle.split_states import SplitStates
-from onnxplace.driver.candidates import Candidate, predict_elsewhere
+from onnxplace.driver.candidates import Candidate, PredictedStep, predict_elsewhere
 from onnxplace.driver.join_plans import join_plans
 from onnxplace.driver.plan_memory import PlanMemory, fits_together, hold_together
 from onnxplace.driver.sources import SizedModel
@@ -71,12 +71,17 @@ class PlanSet:
         loss = float(ratios.max() if is_worst_ratio else seconds @ weights)
         return PlanSet(tuple(plans), seconds, loss, tuple(fastest.tolist()))
 
+    def hold(self, memory: Sequence[PlanMemory], steps: Sequence[Sequence[PredictedStep]]) -> list[PlanMemory]:
+        """Return what devices hold for each plan, of all by index, at the sizes that take it."""
+        served = {plan: [size for size, other in enumerate(self.fastest) if other == plan] for plan in self.plans}
+        return [memory[plan].grow([steps[plan][size].peak_bytes for size in sizes]) for plan, sizes in served.items()]
+
 
 def rank_sets(
     steps: Floats,
     weights: Floats,
     most: int,
-    fits: Callable[[Sequence[int]], bool],
+    fits: Callable[[PlanSet], bool],
     *,
     move_seconds: Floats | float = 0.0,
     is_worst_ratio: bool = False,
@@ -89,13 +94,13 @@ def rank_sets(
         steps: Seconds of each plan at each size (plans, sizes), infinite where it does not run.
         weights: How often each size is.
         most: The largest number of plans.
-        fits: Whether the memory of the devices holds some plans together.
+        fits: Whether the memory of the devices holds the plans of a set together, at the sizes that take them.
         move_seconds: What it takes to move states from one plan to another [plan, plan], or between any two.
         is_worst_ratio: Whether the largest ratio to the best step of a size counts, instead of the weighted step.
 
     Raises InfeasibleError if no set of plans takes all sizes.
 
-    >>> rank_sets(np.array([[1.0, 96.0], [2.0, 69.0]]), np.ones(2), 3, lambda plans: True)[0].plans
+    >>> rank_sets(np.array([[1.0, 96.0], [2.0, 69.0]]), np.ones(2), 3, lambda item: True)[0].plans
     (0, 1)
     """
     moves, sets = np.broadcast_to(move_seconds, (len(steps),) * 2), list[PlanSet]()
@@ -105,7 +110,7 @@ def rank_sets(
         # Requests of the rarer kinds switch there and back, at least; the time of a move is part of their steps.
         shares = np.bincount(item.fastest, weights)
         lost = 0.0 if is_worst_ratio else move * float(2 * (shares.sum() - shares.max()))
-        if np.isfinite(item.seconds).all() and fits(plans):
+        if np.isfinite(item.seconds).all() and fits(item):
             sets.append(replace(item, loss=item.loss + lost, move_seconds=move))
     if not sets:
         message = "no plans take all sizes together within the memory of the devices"
@@ -138,8 +143,13 @@ def join_sizes(
     if len(plans) > 1 and measures:
         measures = find_trial_obstacle(*bundles) is None
     own = np.array([[key == other for other in keys] for key in dict.fromkeys(keys)])
-    parts = zip(compiled, sized, own.T)
-    steps = np.stack([_find_steps(plans, *part, measures=measures) for part in parts], axis=1)
+    predicted = [[predict_elsewhere(item.candidate, size.candidate.profiled) for size in compiled] for item in plans]
+    # Plans that are the same are kept once; at each of their sizes, the step is that of the one compiled for it.
+    known = np.array([item.bundle.manifest.step_seconds for item in compiled])
+    steps = np.where(own, known, np.array([[step.seconds for step in row] for row in predicted]))
+    if measures:
+        measured = [_measure(bundles, size.model.feeds(0)) for size in sized]
+        steps = np.where(np.isfinite(steps), np.stack(measured, axis=1), math.inf)
     # A device that needs static shapes leaves other sizes to the host, of which a prediction knows nothing.
     static = np.array([any(segment.static for segment in bundle.manifest.segments) for bundle in bundles])
     is_left_to_host = static[:, None] & ~own
@@ -150,15 +160,16 @@ def join_sizes(
         steps,
         weights,
         most,
-        lambda indices: fits_together([memory[index] for index in indices]),
+        lambda item: fits_together(item.hold(memory, predicted)),
         move_seconds=predict_moves([item.candidate for item in plans], compiled[0].candidate.state.target),
         is_worst_ratio=is_worst_ratio,
-    )[0].plans
+    )[0]
     # Where a size has its plan, the host takes no other plan's part in it.
-    steps[is_left_to_host & own[list(chosen)].any(axis=0)] = math.inf
+    steps[is_left_to_host & own[list(chosen.plans)].any(axis=0)] = math.inf
     # Whoever knows nothing of plans runs the first one: it takes all sizes, with whole operators, if one does.
     first = sorted(
-        chosen, key=lambda index: (not np.isfinite(steps[index]).all(), bool(bundles[index].manifest.sharding), index)
+        chosen.plans,
+        key=lambda index: (not np.isfinite(steps[index]).all(), bool(bundles[index].manifest.sharding), index),
     )
     used = [bundles[index] for index in first]
     records = [_record(item.model.dimensions, steps[first, index], item.weight) for index, item in enumerate(sized)]
@@ -168,12 +179,12 @@ def join_sizes(
     kept = plans[first[0]]
     diagnostics = (*_list_notes([item for index in first for item in plans[index].diagnostics], used), note)
     updates: dict[str, Any] = {"diagnostics": (*_list_notes(kept.bundle.manifest.diagnostics, used), note)}
+    updates["held"] = hold_together(chosen.hold(memory, predicted))
     if len(used) == 1:
         manifest = used[0].manifest.model_copy(update={**updates, "sizes": tuple(records)})
         return replace(kept, bundle=replace_manifest(used[0], manifest), diagnostics=diagnostics)
     updates["inputs"] = _merge_declared([item.manifest.inputs for item in used], sized[0].model)
     updates["outputs"] = _merge_declared([item.manifest.outputs for item in used], sized[0].model)
-    updates["held"] = hold_together([memory[index] for index in first])
     timings = tuple(timing for item in compiled for timing in item.timings)
     return replace(kept, bundle=join_plans(used, updates, records), timings=timings, diagnostics=diagnostics)
 
@@ -184,18 +195,6 @@ def _list_notes(notes: Sequence[Diagnostic], bundles: Sequence[Bundle]) -> list[
     devices = [device for item, names in working for device in item.target.devices if device.id in names]
     used = {name for device in devices for name in (device.id, *device.processors)}
     return [note for note in dict.fromkeys(notes) if note.code != "P010" or note.where not in used]
-
-
-def _find_steps(
-    plans: Sequence[Compiled], compiled: Compiled, sized: SizedModel, is_own: Sequence[bool], *, measures: bool
-) -> Floats:
-    """Return the step of each plan at a size: measured in turns where they can run, else predicted."""
-    if measures:
-        return _measure([item.bundle for item in plans], sized.model.feeds(0))
-    # Plans that are the same are kept once; at each of their sizes, the step is that of the one compiled for it.
-    known, profiled = compiled.bundle.manifest.step_seconds, compiled.candidate.profiled
-    steps = (known if own else predict_elsewhere(plan.candidate, profiled) for plan, own in zip(plans, is_own))
-    return np.array(list(steps))
 
 
 def _measure(bundles: Sequence[Bundle], feeds: Mapping[str, Any]) -> Floats:

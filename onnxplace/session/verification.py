@@ -102,7 +102,7 @@ def verify(
     True
     """
     opened = load(bundle.path if isinstance(bundle, Bundle) else bundle, "all")
-    length = STEPS_OF_PLANS if opened.manifest.plans else STEPS_WITH_STATES
+    length = STEPS_OF_PLANS if opened.manifest.sizes else STEPS_WITH_STATES
     count = (length if opened.manifest.states else 1) if steps is None else steps
     if count < 1:
         raise UsageError("U005", f"expected 1 step or more, got {count}", where="steps", hint="leave it out")
@@ -116,7 +116,7 @@ def verify(
         first = choose_step_inputs(plan, inputs, shape or {}, seed)
         opening = partial(_open_comparison, plan, against, options, cores, uses_optimisations(), count)
         with _adapt_hints(file), opening() as (compare, session):
-            if opened.manifest.plans:
+            if opened.manifest.sizes:
                 own = compare_size(compare, first, first.sizes)
             else:
                 own = SizeComparison(first.sizes, compare(first))
@@ -126,13 +126,15 @@ def verify(
             return [own, *compare_other_sizes(compare, first, sizes, fixed)]
 
     def compare_on(cores: Sequence[int]) -> tuple[SizeComparison, ...]:
-        if not (manifest := opened.manifest).plans:
+        if not (manifest := opened.manifest).sizes:
             return tuple(compare_plan(opened, cores))
         alone, comparisons = replace(opened, manifest=manifest.model_copy(update={"plans": ()})), list[SizeComparison]()
         for index, plan in enumerate((alone, *opened.plans[1:])):
             with suppress(FeedError):  # it is for other sizes
                 own = compare_plan(plan, cores)
-                comparisons += [replace(item, plan=index) for item in own if item.refused_by != "bundle"]
+                comparisons += [
+                    replace(item, plan=index if manifest.plans else None) for item in own if item.refused_by != "bundle"
+                ]
         # Then the session chooses plans, and moves states from one to another.
         known = [{}] if given else [drop_derived_sizes(item.dimensions) for item in manifest.sizes if item.weight]
         chosen = [choose_step_inputs(opened, inputs, {**item, **(shape or {})}, seed) for item in known]

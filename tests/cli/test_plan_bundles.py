@@ -14,6 +14,7 @@ from onnxplace.bundle.bundle import MANIFEST_FILE
 from onnxplace.bundle.bundle_routes import list_route_devices
 from onnxplace.measure.step_inputs import choose_step_inputs, list_switches
 from onnxplace.reports.text import compile_summary
+from tests.conftest import branches
 from tests.support.chains import cached_decoder
 from tests.support.commands import only_json
 from tests.support.decoders import optimum_decoder
@@ -344,3 +345,13 @@ def test_a_plan_is_merged_with_the_weights_of_its_bundle(run_cli, tmp_path, link
     actual = onnxruntime.InferenceSession("merged.onnx").run(None, x)[0]
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
     assert run_cli("export", bundle.path / "plan1", "--to", "triton", "-o", "triton").code == 0
+
+
+def test_one_plan_for_several_sizes_is_compared_at_each_of_them(run_cli, tmp_path):
+    bundle = tmp_path / "one.bundle"
+    sizes = ("--shape", "batch=3", "--shape", "batch=65")
+    onnx.save(branches(), tmp_path / "m.onnx")
+    assert run_cli("compile", tmp_path / "m.onnx", "-o", bundle, "--devices", "cpu:0", *sizes).code == 0
+    compared = only_json(run_cli("verify", bundle, "--sizes", "0", "--json"))["sizes"]
+    assert [item["sizes"] for item in compared] == [{"batch": 3}, {"batch": 3}, {"batch": 65}]
+    assert {item["plan"] for item in compared} == {None}

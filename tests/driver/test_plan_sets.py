@@ -77,7 +77,7 @@ def test_a_plan_that_gains_less_than_opening_is_worth_is_left_out():
 
 def test_plans_that_do_not_fit_together_are_not_chosen_together():
     steps = np.array([[1.0, 9.0], [2.0, 3.0]])
-    assert choose_plans(steps, np.ones(2), 2, lambda plans: len(plans) == 1) == (1,)
+    assert choose_plans(steps, np.ones(2), 2, lambda item: len(item.plans) == 1) == (1,)
 
 
 def test_the_worst_ratio_prefers_the_plan_that_is_bad_at_no_size():
