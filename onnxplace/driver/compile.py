@@ -115,7 +115,14 @@ def _compile_sizes(
     for number, state in enumerate(states):
         part = replace(each, observer=_name_size(settings.observer, number, len(sized)))
         compiled.append(_run_pipeline(steps, state, staging.for_part(number), part))
-    return join_sizes(compiled, sized, settings.plans, measures=settings.trial, is_worst_ratio=is_worst_ratio)
+    return join_sizes(
+        compiled,
+        sized,
+        settings.plans,
+        measures=settings.trial,
+        is_worst_ratio=is_worst_ratio,
+        is_rate=settings.objective == "throughput" and not sized[0].model.states,
+    )
 
 
 def _name_size(observer: Observer | None, number: int, count: int) -> Observer | None:

@@ -31,6 +31,7 @@ from onnxplace.feeds.dimensions import drop_derived_sizes
 from onnxplace.graph.op_graph import Floats
 from onnxplace.machine.transfer_rates import find_host_rate
 from onnxplace.measure.cached_trials import build_trial_key
+from onnxplace.measure.rate_trial import choose_in_flight, run_rate_trials
 from onnxplace.measure.trial import find_trial_obstacle, replace_manifest, run_trials
 from onnxplace.model.lowering import bind
 from onnxplace.model.model import Model
@@ -125,7 +126,13 @@ def rank_sets(
 
 
 def join_sizes(
-    compiled: Sequence[Compiled], sized: Sequence[SizedModel], most: int, *, measures: bool, is_worst_ratio: bool
+    compiled: Sequence[Compiled],
+    sized: Sequence[SizedModel],
+    most: int,
+    *,
+    measures: bool,
+    is_worst_ratio: bool = False,
+    is_rate: bool = False,
 ) -> Compiled:
     """Return the bundle for several sizes, of what was compiled for each of them.
 
@@ -135,6 +142,7 @@ def join_sizes(
         most: The largest number of plans.
         measures: Whether the plans may run here.
         is_worst_ratio: As for `rank_sets`.
+        is_rate: Whether the time between results counts where plans run, with requests in flight, instead of the step.
     """
     keys = [build_trial_key(item.bundle, {}) for item in compiled]  # of all that runs: equal ones are one plan
     plans = [item for index, item in enumerate(compiled) if keys[index] not in keys[:index]]
@@ -148,7 +156,7 @@ def join_sizes(
     known = np.array([item.bundle.manifest.step_seconds for item in compiled])
     steps = np.where(own, known, np.array([[step.seconds for step in row] for row in predicted]))
     if measures:
-        measured = [_measure(bundles, size.model.feeds(0)) for size in sized]
+        measured = [_measure(bundles, size.model.feeds(0), is_rate) for size in sized]
         steps = np.where(np.isfinite(steps), np.stack(measured, axis=1), math.inf)
     # A device that needs static shapes leaves other sizes to the host, of which a prediction knows nothing.
     static = np.array([any(segment.static for segment in bundle.manifest.segments) for bundle in bundles])
@@ -174,7 +182,7 @@ def join_sizes(
     used = [bundles[index] for index in first]
     records = [_record(item.model.dimensions, steps[first, index], item.weight) for index, item in enumerate(sized)]
     if measures and len(used) > 1:
-        records += _measure_between(used, records, sized[0])
+        records += _measure_between(used, records, sized[0], is_rate)
     note = _describe_choice(records[: len(sized)], len(first))
     kept = plans[first[0]]
     diagnostics = (*_list_notes([item for index in first for item in plans[index].diagnostics], used), note)
@@ -197,13 +205,17 @@ def _list_notes(notes: Sequence[Diagnostic], bundles: Sequence[Bundle]) -> list[
     return [note for note in dict.fromkeys(notes) if note.code != "P010" or note.where not in used]
 
 
-def _measure(bundles: Sequence[Bundle], feeds: Mapping[str, Any]) -> Floats:
+def _measure(bundles: Sequence[Bundle], feeds: Mapping[str, Any], is_rate: bool) -> Floats:
     """Return the step of each bundle with some inputs, in turns; infinite for one that does not take them."""
     taking = [item for item in bundles if item.takes_sizes(SplitStates(item.manifest).cut_feeds(feeds))]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NoteWarning)  # that the host computes a size that is not the plan's own
-        trials = run_trials(taking, feeds, compares=False) if taking else ()
-    steps = {bundle.path: trial.step_seconds for bundle, trial in zip(taking, trials)}
+        if is_rate and taking:
+            in_flight = max(choose_in_flight(bundle.manifest) for bundle in taking)
+            times = [trial.interval_seconds for trial in run_rate_trials(taking, feeds, in_flight)]
+        else:
+            times = [trial.step_seconds for trial in (run_trials(taking, feeds, compares=False) if taking else ())]
+    steps = {bundle.path: seconds for bundle, seconds in zip(taking, times)}
     return np.array([steps.get(bundle.path, math.inf) for bundle in bundles])
 
 
@@ -238,7 +250,9 @@ def _record(sizes: Mapping[str, int], seconds: Floats, weight: float = 0.0) -> S
     return SizeRecord(dimensions=dict(sizes), seconds=steps, weight=weight)
 
 
-def _measure_between(bundles: Sequence[Bundle], records: Sequence[SizeRecord], sized: SizedModel) -> list[SizeRecord]:
+def _measure_between(
+    bundles: Sequence[Bundle], records: Sequence[SizeRecord], sized: SizedModel, is_rate: bool
+) -> list[SizeRecord]:
     """Return sizes between those that take different plans, near the one at which the other plan takes over."""
     found = list[SizeRecord]()
     ordered = sorted(records, key=lambda item: min(filter(None, item.seconds), default=0.0))
@@ -249,7 +263,7 @@ def _measure_between(bundles: Sequence[Bundle], records: Sequence[SizeRecord], s
                 break
             try:
                 model = bind(sized.model, middle, {})
-                record = _record(model.dimensions, _measure(bundles, model.feeds(0)))
+                record = _record(model.dimensions, _measure(bundles, model.feeds(0), is_rate))
             except OnnxplaceError:  # not every size is one of the model
                 break
             found.append(record)
