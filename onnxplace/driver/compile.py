@@ -28,7 +28,7 @@ from onnxplace.driver.settings import (
     choose_streaming,
     choose_target,
 )
-from onnxplace.driver.sources import ModelSource, SizedModel, bind_source, open_source
+from onnxplace.driver.sources import ModelSource, SizedModel, bind_source, open_source, require_one_size
 from onnxplace.driver.step_parts import suggest_fixed_sizes
 from onnxplace.driver.trials import Compiled, finish_bundle
 from onnxplace.errors import Diagnostic, InfeasibleError, ModelError, UsageError
@@ -94,6 +94,9 @@ def _compile_source(source: ModelSource, steps: Pipeline, target: Target, settin
         source, model, shape=settings.shape, inputs=settings.inputs, state=settings.state, llm=settings.llm
     )
     loaded = sized[0].model
+    for step in steps.passes:
+        require_one_size(sized, getattr(step, "costs", ""))
+        require_one_size(sized, getattr(step, "save", ""), "--save-costs")
     if len(sized) > 1:
         _require_one_host(target, len(sized))
     swept = _prepare_paths(source.origin, path, steps, settings.force)
@@ -125,7 +128,8 @@ def _compile_sizes(
     compiled = []
     for number, state in enumerate(states):
         part = replace(each, observer=_name_size(settings.observer, number, len(sized)))
-        compiled.append(_run_pipeline(steps, state, staging.for_part(number), part))
+        with sized[number].name_in_errors():
+            compiled.append(_run_pipeline(steps, state, staging.for_part(number), part))
     return join_sizes(compiled, sized, settings.plans, measures=settings.trial, is_worst_ratio=is_worst_ratio)
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations, pairwise
 from typing import Any, TypeVar
 
@@ -40,6 +41,8 @@ from onnxplace.utils.quantities import format_milliseconds
 
 # A further plan has to make the step of some size shorter by more than this, or it is not worth opening.
 MIN_PLAN_GAIN = 0.04
+# So many sets are compared, the small ones first; larger ones are found by leaving out one plan after the other.
+MAX_SETS = 10_000
 # Sizes that are tried between two that take different plans: each halves the range in which the other one takes over.
 MAX_HALVINGS = 3
 # States that move between plans are read and written in the host's memory, each at this rate.
@@ -99,8 +102,9 @@ def rank_sets(
     (0, 1)
     """
     moves, sets = np.broadcast_to(move_seconds, (len(steps),) * 2), list[PlanSet]()
-    for plans in (plans for count in range(1, most + 1) for plans in combinations(range(len(steps)), count)):
-        item = PlanSet.of(plans, steps, weights, is_worst_ratio=is_worst_ratio)
+    rate = partial(PlanSet.of, steps=steps, weights=weights, is_worst_ratio=is_worst_ratio)
+    for item in map(rate, _list_sets(len(steps), most, lambda plans: rate(plans).loss)):
+        plans = item.plans
         move = max((float(moves[pair]) for pair in combinations(plans, 2)), default=0.0)
         # A switch comes with a request of the rarer kind; the time of a move is part of its step.
         lost = 0.0 if is_worst_ratio else move * _count_switches(item, weights)
@@ -117,6 +121,20 @@ def rank_sets(
     # Digits that only tell errors of rounding do not decide; then the plan of the first size does.
     chosen = min(enough, key=lambda item: (len(item.plans), float(f"{item.loss:.6g}"), item.plans))
     return [chosen, *(item for item in sets if item is not chosen)]
+
+
+def _list_sets(count: int, most: int, loss: Callable[[Sequence[int]], float]) -> Iterator[tuple[int, ...]]:
+    """Return sets of up to `most` plans: all small ones; of larger ones, if they are many, those without the worst."""
+    most, total, small = min(most, count), 0, 0
+    while small < most and (total := total + math.comb(count, small + 1)) <= MAX_SETS:
+        small += 1
+        yield from combinations(range(count), small)
+    kept = tuple(range(count))
+    while len(kept) > small and small < most:
+        if len(kept) <= most:
+            yield kept
+        # The plan without which the others lose the least.
+        kept = min(combinations(kept, len(kept) - 1), key=loss)
 
 
 def _count_switches(item: PlanSet, weights: Floats) -> float:

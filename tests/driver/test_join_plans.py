@@ -182,3 +182,35 @@ def test_sizes_and_inputs_exclude_each_other(model, run_cli, tmp_path):
     np.savez(tmp_path / "x.npz", x=np.zeros((2, WIDTH), np.float32))
     ran = run_cli("compile", model, "--shape", "batch=1", "--shape", "batch=8", "--inputs", tmp_path / "x.npz")
     assert (ran.code, "U042" in ran.err, "--shape gives several" in ran.err) == (2, True, True)
+
+
+@pytest.mark.parametrize(
+    ("command", "options"), [("compile", ("--costs", "--save-costs")), ("plan", ("--costs",))], ids=str
+)
+def test_files_of_costs_are_for_one_size(model, run_cli, command, options):
+    for option in options:
+        ran = run_cli(command, model, "--shape", "batch=1", "--shape", "batch=8", option, "costs.json")
+        assert (ran.code, f"error[U042] {option}: {option} is a file for one size, and the model has 2" in ran.err) == (
+            2,
+            True,
+        )
+
+
+@pytest.mark.parametrize("command", ["compile", "plan"])
+def test_a_size_that_is_incomplete_is_named_before_work(run_cli, tmp_path, command):
+    text = "two (float[n] x, float[m] z) => (float[n] y, float[m] w) { y = Neg(x) w = Neg(z) }"
+    onnx.save(parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text}'), tmp_path / "two.onnx")
+    ran = run_cli(command, tmp_path / "two.onnx", "--shape", "n=1,m=2", "--shape", "n=7")
+    assert ran.code == 2
+    assert "error[M020] --shape n=7: symbolic dimensions without a value: m" in ran.err
+    assert "size 1 of 2" not in ran.err
+
+
+def test_an_error_names_its_size_and_leaves_nothing(run_cli, tmp_path):
+    text = "sum (float[n] x, float[2] z) => (float[k] y) { y = Add(x, z) }"
+    onnx.save(parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text}'), tmp_path / "sum.onnx")
+    sizes = ("--shape", "n=2", "--shape", "n=3", "--no-trial")
+    ran = run_cli("compile", tmp_path / "sum.onnx", "-o", tmp_path / "b.bundle", "--devices", "cpu:0,cpu:1", *sizes)
+    assert ran.code == 2
+    assert "error[M017] --shape n=3: sum: " in ran.err
+    assert [path.name for path in tmp_path.iterdir()] == ["sum.onnx"]

@@ -321,8 +321,9 @@ def test_a_failure_of_the_request_that_moves_states_loses_nothing(talking):
 
 def test_a_timeout_of_the_request_that_moves_states_loses_nothing(talking):
     reference = begin(talking)
-    with pytest.raises(RunTimeoutError):
+    with pytest.raises(RunTimeoutError, match=r"no result within 0\.05 s: cpu:") as caught:
         talking.run(None, feed(LARGE, limit=ENDLESS), timeout=0.05)
+    assert caught.value.where.endswith("plan1")
     require_unchanged(talking, reference)
 
 
