@@ -41,7 +41,7 @@ from onnxplace.utils.quantities import format_milliseconds
 
 # A further plan has to make the step of some size shorter by more than this, or it is not worth opening.
 MIN_PLAN_GAIN = 0.04
-# So many sets are compared, the small ones first; larger ones are found by leaving out one plan after the other.
+# So many sets of one size are compared; larger ones are found by leaving out one plan after the other.
 MAX_SETS = 10_000
 # Sizes that are tried between two that take different plans: each halves the range in which the other one takes over.
 MAX_HALVINGS = 3
@@ -125,14 +125,12 @@ def rank_sets(
 
 def _list_sets(count: int, most: int, loss: Callable[[Sequence[int]], float]) -> Iterator[tuple[int, ...]]:
     """Return sets of up to `most` plans: all small ones; of larger ones, if they are many, those without the worst."""
-    most, total, small = min(most, count), 0, 0
-    while small < most and (total := total + math.comb(count, small + 1)) <= MAX_SETS:
+    kept, small = tuple(range(count)), 0
+    while small < most and 0 < math.comb(count, small + 1) <= MAX_SETS:
         small += 1
-        yield from combinations(range(count), small)
-    kept = tuple(range(count))
-    while len(kept) > small and small < most:
-        if len(kept) <= most:
-            yield kept
+        yield from combinations(kept, small)
+    while small < most and small < len(kept):
+        yield from [kept] if len(kept) <= most else ()
         # The plan without which the others lose the least.
         kept = min(combinations(kept, len(kept) - 1), key=loss)
 

@@ -146,13 +146,9 @@ def list_sizes(shape: SizesRequest) -> list[tuple[dict[str, int], float]]:
         sizes, weight = item if isinstance(item, tuple) and len(item) == 2 else (item, 1.0)
         is_number = isinstance(weight, (int, float)) and 0 < weight <= MAX_WEIGHT
         if not is_number or not isinstance(sizes, Mapping):
+            message = f"expected sizes, or a pair of them and a weight above 0, at most {MAX_WEIGHT:g}, got {item!r}"
             hint = 'such as [{"batch": 1}, ({"batch": 8}, 0.1)]; --shape batch=1 --shape batch=8=0.1'
-            raise UsageError(
-                "U005",
-                f"expected sizes, or a pair of them and a weight above 0, at most {MAX_WEIGHT:g}, got {item!r}",
-                where="--shape",
-                hint=hint,
-            )
+            raise UsageError("U005", message, where="--shape", hint=hint)
         choices = {
             name: tuple(size) if isinstance(size, list | tuple) and size else (size,) for name, size in sizes.items()
         }
@@ -163,9 +159,8 @@ def list_sizes(shape: SizesRequest) -> list[tuple[dict[str, int], float]]:
 def require_one_size(sized: Sequence[SizedModel], costs: object, option: str = "--costs") -> None:
     """Raise UsageError for a file of costs, which has those of one size, and a model with several."""
     if costs and len(sized) > 1:
-        message = f"{option} is a file for one size, and the model has {len(sized)}"
         hint = "omit it, or give one size: --shape; a decoder's prompt is left out if that has the number of new tokens"
-        raise UsageError("U042", message, where=option, hint=hint)
+        raise UsageError("U042", f"it is for one size, and the model has {len(sized)}", where=option, hint=hint)
 
 
 def bind_source(

@@ -264,8 +264,7 @@ class PlannedConversation(RuntimeSession, SessionStates):
         except BaseException as problem:
             self._end(ticket, None)
             if isinstance(problem, RunTimeoutError):  # of the plan, which had what was left of the time
-                progress = problem.message.partition(": ")[2]
-                raise interface.run_timeout_error(timeout, progress, problem.where) from problem
+                raise interface.run_timeout_error(timeout, problem.message.partition(": ")[2], problem.where) from None
             raise
 
     def submit(self, feeds: Feeds, states: Names = ()) -> Future[Result]:

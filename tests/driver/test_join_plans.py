@@ -190,10 +190,8 @@ def test_sizes_and_inputs_exclude_each_other(model, run_cli, tmp_path):
 def test_files_of_costs_are_for_one_size(model, run_cli, command, options):
     for option in options:
         ran = run_cli(command, model, "--shape", "batch=1", "--shape", "batch=8", option, "costs.json")
-        assert (ran.code, f"error[U042] {option}: {option} is a file for one size, and the model has 2" in ran.err) == (
-            2,
-            True,
-        )
+        assert ran.code == 2
+        assert f"error[U042] {option}: it is for one size, and the model has 2" in ran.err
 
 
 @pytest.mark.parametrize("command", ["compile", "plan"])
