@@ -210,7 +210,7 @@ def plan_model(
     with open_source(model) as source:
         loaded = load(source.path, may_lack_weights=True)
         sized, notes = bind_source(source, loaded, shape=shape, inputs=inputs, state=state, llm=llm)
-        require_one_size(sized, costs)
+        require_one_size(sized, costs, "--costs has those of one")
         bound = sized[0].model
         is_measured = settings.target is None and settings.machine is None and not is_estimated
         shortage = report_core_shortage(target, bound.name) if is_measured else None

@@ -104,11 +104,10 @@ def rank_sets(
     moves, sets = np.broadcast_to(move_seconds, (len(steps),) * 2), list[PlanSet]()
     rate = partial(PlanSet.of, steps=steps, weights=weights, is_worst_ratio=is_worst_ratio)
     for item in map(rate, _list_sets(len(steps), most, lambda plans: rate(plans).loss)):
-        plans = item.plans
-        move = max((float(moves[pair]) for pair in combinations(plans, 2)), default=0.0)
+        move = max((float(moves[pair]) for pair in combinations(item.plans, 2)), default=0.0)
         # A switch comes with a request of the rarer kind; the time of a move is part of its step.
         lost = 0.0 if is_worst_ratio else move * _count_switches(item, weights)
-        if np.isfinite(item.seconds).all() and fits(plans):
+        if np.isfinite(item.seconds).all() and fits(item.plans):
             sets.append(replace(item, loss=item.loss + lost, move_seconds=move))
     if not sets:
         message = "no plans take all sizes together within the memory of the devices"

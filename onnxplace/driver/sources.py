@@ -156,11 +156,11 @@ def list_sizes(shape: SizesRequest) -> list[tuple[dict[str, int], float]]:
     return found
 
 
-def require_one_size(sized: Sequence[SizedModel], costs: object, option: str = "--costs") -> None:
-    """Raise UsageError for a file of costs, which has those of one size, and a model with several."""
-    if costs and len(sized) > 1:
-        hint = "omit it, or give one size: --shape; a decoder's prompt is left out if that has the number of new tokens"
-        raise UsageError("U042", f"it is for one size, and the model has {len(sized)}", where=option, hint=hint)
+def require_one_size(sized: Sequence[SizedModel], given: object, reason: str) -> None:
+    """Raise UsageError if something is given that goes with one size, and a model has several."""
+    if given and len(sized) > 1:
+        hint = "give the most frequent size, with --llm also the number of new tokens; others run, too"
+        raise UsageError("U042", f"there are {len(sized)} sizes, and {reason}", where="--shape", hint=hint)
 
 
 def bind_source(
