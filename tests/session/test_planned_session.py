@@ -544,6 +544,20 @@ def test_requests_of_different_plans_overlap_where_memory_holds_both(rows):
         assert other.result(HUNG_SECONDS).plan == 1
 
 
+@pytest.mark.xfail(reason="each plan has the bound for itself", strict=True)
+def test_requests_in_flight_are_bounded_over_all_plans(rows):
+    with onnxplace.InferenceSession(rows, warmup=True, max_in_flight=1) as session:
+        first, second = session.submit(feed_rows(SMALL, limit=ENDLESS)), []
+        thread = threading.Thread(target=lambda: second.append(session.submit(feed_rows(LARGE))))
+        thread.start()
+        thread.join(0.3)
+        is_bounded = not second
+        session.cancel(first)
+        thread.join(HUNG_SECONDS)
+        assert second[0].result(HUNG_SECONDS).plan == 1
+        assert is_bounded
+
+
 def test_a_line_lets_requests_in_as_they_came():
     line, order, first = Line(), [], Ticket(plan=0)
     may_begin = {ticket: lambda others: not others for ticket in range(3)}
