@@ -149,7 +149,7 @@ def stage_output(path: Path, force: bool, kind: OutputKind = "bundle") -> Iterat
             try:
                 yield staging
             except OnnxplaceError as problem:
-                if staging.folder.name in str(problem):
+                if lock.path.name in str(problem):
                     raise staging.rename_in_error(problem) from None
                 raise
     finally:

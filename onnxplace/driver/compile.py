@@ -22,10 +22,10 @@ from onnxplace.driver.choose import (
 )
 from onnxplace.driver.plan_sets import join_sizes
 from onnxplace.driver.settings import CompileSettings, choose_output, choose_pipeline, choose_streaming, choose_target
-from onnxplace.driver.sources import ModelSource, SizedModel, bind_source, open_source
+from onnxplace.driver.sources import ModelSource, SizedModel, bind_source, open_source, require_one_size
 from onnxplace.driver.step_parts import suggest_fixed_sizes
 from onnxplace.driver.trials import Compiled, finish_bundle
-from onnxplace.errors import Diagnostic, InfeasibleError, ModelError, UsageError
+from onnxplace.errors import Diagnostic, InfeasibleError, ModelError
 from onnxplace.facts import Placement, Profile, Routes, Streaming
 from onnxplace.machine import measurement_cache
 from onnxplace.machine.hardware import list_accelerators, require_device
@@ -40,7 +40,7 @@ from onnxplace.pipeline.pipeline import Observer, Pipeline
 from onnxplace.pipeline.select_placer import OBJECTIVES, report_idle_devices, require_all_devices_used
 from onnxplace.state import State
 from onnxplace.target.target import Target
-from onnxplace.utils.files import require_different_files, require_writable
+from onnxplace.utils.files import disk_error, format_path, require_different_files, require_writable
 from onnxplace.utils.keywords import takes_fields_of
 
 if TYPE_CHECKING:
@@ -83,8 +83,10 @@ def _compile_source(source: ModelSource, steps: Pipeline, target: Target, settin
         source, model, shape=settings.shape, inputs=settings.inputs, state=settings.state, llm=settings.llm
     )
     loaded = sized[0].model
-    if len(sized) > 1:
-        _require_one_host(target, len(sized))
+    require_one_size(sized, target.hosts, "several hosts run one plan")
+    for step in steps.passes:
+        require_one_size(sized, getattr(step, "costs", ""), "--costs has those of one")
+        require_one_size(sized, getattr(step, "save", ""), "--save-costs writes those of one")
     swept = _prepare_paths(source.origin, path, steps, settings.force)
     with use_custom_operators(settings.custom_op_libraries):
         require_operators(loaded)
@@ -114,15 +116,14 @@ def _compile_sizes(
     compiled = []
     for number, state in enumerate(states):
         part = replace(each, observer=_name_size(settings.observer, number, len(sized)))
-        compiled.append(_run_pipeline(steps, state, staging.for_part(number), part))
-    return join_sizes(
-        compiled,
-        sized,
-        settings.plans,
-        measures=settings.trial,
-        is_worst_ratio=is_worst_ratio,
-        is_rate=settings.objective == "throughput" and not sized[0].model.states,
-    )
+        with sized[number].name_in_errors():
+            compiled.append(_run_pipeline(steps, state, staging.for_part(number), part))
+    is_rate = settings.objective == "throughput" and not sized[0].model.states
+    options = {"measures": settings.trial, "is_worst_ratio": is_worst_ratio, "is_rate": is_rate}
+    try:
+        return join_sizes(compiled, sized, settings.plans, **options)
+    except OSError as problem:
+        raise disk_error(problem, format_path(staging.path)) from None
 
 
 def _name_size(observer: Observer | None, number: int, count: int) -> Observer | None:
@@ -130,13 +131,6 @@ def _name_size(observer: Observer | None, number: int, count: int) -> Observer |
     if observer is None:
         return None
     return lambda name, position, total: observer(f"size {number + 1} of {count}: {name}", position, total)
-
-
-def _require_one_host(target: Target, sizes: int) -> None:
-    """Raise UsageError for several sizes on several hosts, whose processes run one plan."""
-    if target.hosts:
-        message = f"--shape gives {sizes} sizes, and several hosts run one plan"
-        raise UsageError("U042", message, where="--shape", hint="give the most frequent size; others run, too")
 
 
 def _prepare_paths(model: object, output: Path, steps: Pipeline, force: bool) -> list[Diagnostic]:

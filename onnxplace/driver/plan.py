@@ -39,7 +39,7 @@ from onnxplace.driver.explaining import Explanation, explain_subjects, find_subj
 from onnxplace.driver.plan_memory import PlanMemory, fits_together, hold_together
 from onnxplace.driver.plan_sets import PlanSet, predict_moves, rank_sets
 from onnxplace.driver.settings import EFFORTS, CompileSettings, Effort, choose_streaming, choose_target, require_effort
-from onnxplace.driver.sources import SizesRequest, bind_source, open_source
+from onnxplace.driver.sources import SizesRequest, bind_source, open_source, require_one_size
 from onnxplace.driver.step_parts import StepPart, list_step_parts, suggest_fixed_sizes
 from onnxplace.errors import Diagnostic, InfeasibleError
 from onnxplace.facts import Prediction, Profile, Schedule, Segments, Shards, Source
@@ -211,6 +211,7 @@ def plan_model(
     with open_source(model) as source:
         loaded = load(source.path, may_lack_weights=True)
         sized, notes = bind_source(source, loaded, shape=shape, inputs=inputs, state=state, llm=llm)
+        require_one_size(sized, costs, "--costs has those of one")
         bound = sized[0].model
         is_measured = settings.target is None and settings.machine is None and not is_estimated
         shortage = report_core_shortage(target, bound.name) if is_measured else None

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations, pairwise
 from typing import Any, TypeVar
 
@@ -41,6 +42,8 @@ from onnxplace.utils.quantities import format_milliseconds
 
 # A further plan has to make the step of some size shorter by more than this, or it is not worth opening.
 MIN_PLAN_GAIN = 0.04
+# So many sets of one size are compared; larger ones are found by leaving out one plan after the other.
+MAX_SETS = 10_000
 # Sizes that are tried between two that take different plans: each halves the range in which the other one takes over.
 MAX_HALVINGS = 3
 # States that move between plans are read and written in the host's memory, each at this rate.
@@ -105,9 +108,9 @@ def rank_sets(
     (0, 1)
     """
     moves, sets = np.broadcast_to(move_seconds, (len(steps),) * 2), list[PlanSet]()
-    for plans in (plans for count in range(1, most + 1) for plans in combinations(range(len(steps)), count)):
-        item = PlanSet.of(plans, steps, weights, is_worst_ratio=is_worst_ratio)
-        move = max((float(moves[pair]) for pair in combinations(plans, 2)), default=0.0)
+    rate = partial(PlanSet.of, steps=steps, weights=weights, is_worst_ratio=is_worst_ratio)
+    for item in map(rate, _list_sets(len(steps), most, lambda plans: rate(plans).loss)):
+        move = max((float(moves[pair]) for pair in combinations(item.plans, 2)), default=0.0)
         # Requests of the rarer kinds switch there and back, at least; the time of a move is part of their steps.
         shares = np.bincount(item.fastest, weights)
         lost = 0.0 if is_worst_ratio else move * float(2 * (shares.sum() - shares.max()))
@@ -123,6 +126,18 @@ def rank_sets(
     # Digits that only tell errors of rounding do not decide; then the plan of the first size does.
     chosen = min(enough, key=lambda item: (len(item.plans), float(f"{item.loss:.6g}"), item.plans))
     return [chosen, *(item for item in sets if item is not chosen)]
+
+
+def _list_sets(count: int, most: int, loss: Callable[[Sequence[int]], float]) -> Iterator[tuple[int, ...]]:
+    """Return sets of up to `most` plans: all small ones; of larger ones, if they are many, those without the worst."""
+    kept, small = tuple(range(count)), 0
+    while small < most and 0 < math.comb(count, small + 1) <= MAX_SETS:
+        small += 1
+        yield from combinations(kept, small)
+    while small < most and small < len(kept):
+        yield from [kept] if len(kept) <= most else ()
+        # The plan without which the others lose the least.
+        kept = min(combinations(kept, len(kept) - 1), key=loss)
 
 
 def join_sizes(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +10,8 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from onnxplace.errors import Diagnostic, ModelError, UsageError, format_names
+from onnxplace.errors import Diagnostic, ModelError, OnnxplaceError, UsageError, format_names
+from onnxplace.feeds.dimensions import drop_derived_sizes
 from onnxplace.model.decoders import recognise_decoder, try_states
 from onnxplace.model.lowering import bind
 from onnxplace.model.model import Model
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 MODEL_FILE = "model.onnx"
 # How often a decoder is called for a token, next to a prompt.
 TOKENS_PER_PROMPT = 100.0
+# A weight beyond it is a mistake, and sums of such weights would lose the others, or overflow.
+MAX_WEIGHT = 1e9
 # The folders of a model in which exporters put it, its own first.
 _SUBFOLDERS = ("", "onnx")
 # Files of models of Hugging Face's libraries that are not in ONNX.
@@ -120,11 +122,21 @@ class SizedModel:
     model: Model
     weight: float = 1.0
 
+    @contextmanager
+    def name_in_errors(self) -> Iterator[None]:
+        """Let errors say at which size they are."""
+        try:
+            yield
+        except OnnxplaceError as problem:
+            sizes = ",".join(f"{name}={size}" for name, size in drop_derived_sizes(self.model.dimensions).items())
+            where = ": ".join(filter(None, (f"--shape {sizes}", problem.where)))
+            raise type(problem)(problem.code, problem.message, where=where, hint=problem.hint) from problem
+
 
 def list_sizes(shape: SizesRequest) -> list[tuple[dict[str, int], float]]:
     """Return the sizes of each kind of request with their weights; of dimensions with several sizes, all combinations.
 
-    Raises UsageError for a weight that is no number above 0.
+    Raises UsageError for a weight that is no number above 0, or beyond `MAX_WEIGHT`.
 
     >>> list_sizes({"batch": [1, 8]})
     [({'batch': 1}, 1.0), ({'batch': 8}, 1.0)]
@@ -132,16 +144,23 @@ def list_sizes(shape: SizesRequest) -> list[tuple[dict[str, int], float]]:
     found = list[tuple[dict[str, int], float]]()
     for item in [shape or {}] if isinstance(shape, Mapping) or not shape else shape:
         sizes, weight = item if isinstance(item, tuple) and len(item) == 2 else (item, 1.0)
-        is_number = isinstance(weight, (int, float)) and 0 < weight < math.inf
+        is_number = isinstance(weight, (int, float)) and 0 < weight <= MAX_WEIGHT
         if not is_number or not isinstance(sizes, Mapping):
+            message = f"expected sizes, or a pair of them and a weight above 0, at most {MAX_WEIGHT:g}, got {item!r}"
             hint = 'such as [{"batch": 1}, ({"batch": 8}, 0.1)]; --shape batch=1 --shape batch=8=0.1'
-            message = f"expected sizes, or a pair of them and a weight above 0, got {item!r}"
             raise UsageError("U005", message, where="--shape", hint=hint)
         choices = {
             name: tuple(size) if isinstance(size, list | tuple) and size else (size,) for name, size in sizes.items()
         }
         found += [(dict(zip(choices, chosen)), float(weight)) for chosen in product(*choices.values())]
     return found
+
+
+def require_one_size(sized: Sequence[SizedModel], given: object, reason: str) -> None:
+    """Raise UsageError if something is given that goes with one size, and a model has several."""
+    if given and len(sized) > 1:
+        hint = "give the most frequent size, with --llm also the number of new tokens; others run, too"
+        raise UsageError("U042", f"there are {len(sized)} sizes, and {reason}", where="--shape", hint=hint)
 
 
 def bind_source(
@@ -188,5 +207,8 @@ def bind_source(
         SizedModel(bind_states(bind(model, {**assumed, **sizes}, inputs or {}), state), weight)
         for sizes, weight in requests
     ]
+    for item in sized if len(sized) > 1 else ():
+        with item.name_in_errors():
+            item.model.input_shapes()  # no size is missing
     different = {tuple(sorted(item.model.dimensions.items())): item for item in reversed(sized)}
     return [item for item in sized if item in different.values()], notes

@@ -30,7 +30,7 @@ from typing import Any
 
 from onnxplace.bundle.bundle import Bundle
 from onnxplace.bundle.split_states import SplitStates
-from onnxplace.errors import Diagnostic, ExecutionError, FeedError, NoteWarning, OnnxplaceError
+from onnxplace.errors import Diagnostic, ExecutionError, FeedError, NoteWarning, OnnxplaceError, RunTimeoutError
 from onnxplace.feeds.dimensions import dimensions_of_feeds, drop_derived_sizes
 from onnxplace.runtime import interface
 from onnxplace.runtime.interface import CopyStatus, Result, Runtime, RuntimeSession, SessionStates
@@ -265,8 +265,10 @@ class PlannedConversation(RuntimeSession, SessionStates):
         try:
             session, feeds, states = self._begin(ticket, feeds, states)
             return self._deliver(ticket, session.run(feeds, states, ticket.count_seconds()))
-        except BaseException:
+        except BaseException as problem:
             self._end(ticket, None)
+            if isinstance(problem, RunTimeoutError):  # of the plan, which had what was left of the time
+                raise interface.run_timeout_error(timeout, problem.message.partition(": ")[2], problem.where) from None
             raise
 
     def submit(self, feeds: Feeds, states: Names = ()) -> Future[Result]:

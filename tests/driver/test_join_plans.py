@@ -1,5 +1,6 @@
 """Bundles of one model become the plans of one bundle, which holds each weight once and can be moved elsewhere."""
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -12,6 +13,7 @@ from onnx import numpy_helper, parser
 import onnxplace
 from onnxplace.bundle.bundle import Bundle
 from onnxplace.bundle.manifest import SizeRecord
+from onnxplace.driver import plan_sets
 from onnxplace.driver.join_plans import join_plans
 from onnxplace.errors import BundleError
 
@@ -182,3 +184,66 @@ def test_sizes_and_inputs_exclude_each_other(model, run_cli, tmp_path):
     np.savez(tmp_path / "x.npz", x=np.zeros((2, WIDTH), np.float32))
     ran = run_cli("compile", model, "--shape", "batch=1", "--shape", "batch=8", "--inputs", tmp_path / "x.npz")
     assert (ran.code, "U042" in ran.err, "--shape gives several" in ran.err) == (2, True, True)
+
+
+@pytest.mark.parametrize(
+    ("command", "options"), [("compile", ("--costs", "--save-costs")), ("plan", ("--costs",))], ids=str
+)
+def test_files_of_costs_are_for_one_size(model, run_cli, command, options):
+    for option in options:
+        ran = run_cli(command, model, "--shape", "batch=1", "--shape", "batch=8", option, "costs.json")
+        assert ran.code == 2
+        assert f"error[U042] --shape: there are 2 sizes, and {option} " in ran.err
+
+
+@pytest.mark.parametrize("command", ["compile", "plan"])
+def test_a_size_that_is_incomplete_is_named_before_work(run_cli, tmp_path, command):
+    text = "two (float[n] x, float[m] z) => (float[n] y, float[m] w) { y = Neg(x) w = Neg(z) }"
+    onnx.save(parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text}'), tmp_path / "two.onnx")
+    ran = run_cli(command, tmp_path / "two.onnx", "--shape", "n=1,m=2", "--shape", "n=7")
+    assert ran.code == 2
+    assert "error[M020] --shape n=7: symbolic dimensions without a value: m" in ran.err
+    assert "size 1 of 2" not in ran.err
+
+
+def test_an_error_names_its_size_and_leaves_nothing(run_cli, tmp_path):
+    text = "sum (float[n] x, float[2] z) => (float[k] y) { y = Add(x, z) }"
+    onnx.save(parser.parse_model(f'<ir_version: 8, opset_import: ["" : 17]> {text}'), tmp_path / "sum.onnx")
+    sizes = ("--shape", "n=2", "--shape", "n=3", "--no-trial")
+    ran = run_cli("compile", tmp_path / "sum.onnx", "-o", tmp_path / "b.bundle", "--devices", "cpu:0,cpu:1", *sizes)
+    assert ran.code == 2
+    assert "error[M017] --shape n=3: sum: " in ran.err
+    assert [path.name for path in tmp_path.iterdir()] == ["sum.onnx"]
+
+
+@pytest.mark.parametrize("method", ["write_text", "rename"])
+def test_a_full_disk_while_plans_are_joined_is_reported_and_leaves_nothing(run_cli, model, monkeypatch, method):
+    def join_on_full_disk(*arguments):
+        def fail(*_, **__):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, method, fail)
+            return join_plans(*arguments)
+
+    monkeypatch.setattr(plan_sets, "join_plans", join_on_full_disk)
+    monkeypatch.setattr(plan_sets, "rank_sets", lambda *_, **__: [plan_sets.PlanSet((0, 1), np.ones(2), 1.0, (0, 1))])
+    monkeypatch.chdir(model.parent)
+    before = list_names(model.parent)
+    sizes = ("--shape", "batch=1", "--shape", "batch=9", "--fixed-sizes", "--no-trial")
+    ran = run_cli("compile", model, "-o", "b.bundle", "--devices", "cpu:0,cpu:1", *sizes)
+    assert ran.code == 4
+    assert "error[E001] b.bundle: no space left" in ran.err
+    assert list_names(model.parent) == before
+
+
+def test_an_error_names_the_bundle_and_not_a_part_of_it(run_cli, model, monkeypatch):
+    def fail(self, *_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", fail)
+    monkeypatch.chdir(model.parent)
+    sizes = ("--shape", "batch=1", "--shape", "batch=8", "--no-trial")
+    ran = run_cli("compile", model, "-o", "b.bundle", "--devices", "cpu:0,cpu:1", *sizes)
+    assert ran.code == 4
+    assert "error[E001] --shape batch=1: b.bundle: no space left" in ran.err

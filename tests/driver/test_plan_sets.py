@@ -108,3 +108,22 @@ def test_other_things_than_sizes_are_refused(shape):
     with pytest.raises(UsageError, match="expected sizes, or a pair of them and a weight") as caught:
         list_sizes(shape)
     assert "--shape batch=1 --shape batch=8=0.1" in caught.value.hint
+
+
+def test_forty_sizes_that_take_only_their_own_plan_get_forty_plans():
+    steps = np.where(np.eye(40, dtype=bool), 1.0, np.inf)
+    assert choose_plans(steps, np.ones(40), 40, everything_fits) == tuple(range(40))
+    with pytest.raises(InfeasibleError, match="no plans take all sizes"):
+        choose_plans(steps, np.ones(40), 39, everything_fits)
+
+
+def test_of_many_plans_the_few_that_matter_are_found():
+    steps = np.full((40, 12), 5.0)
+    steps[range(0, 36, 3), range(12)] = 1.0
+    assert choose_plans(steps, np.ones(12), 30, everything_fits) == tuple(range(0, 36, 3))
+
+
+@pytest.mark.parametrize("weight", [0, -1, float("nan"), float("inf"), 1e308, "2", None])
+def test_a_weight_is_a_number_above_zero(weight):
+    with pytest.raises(UsageError, match="a weight above 0"):
+        list_sizes([{"batch": 1}, ({"batch": 8}, weight)])
