@@ -114,7 +114,7 @@ class InferenceSession:
         runtime: Name of the runtime.
         trace: Whether requests are recorded for `trace`.
         custom_op_libraries: Shared libraries with operators that ONNX Runtime does not have.
-        max_in_flight: Number of requests in flight, 1 to 1024, of each plan; further ones wait until one ends.
+        max_in_flight: Number of requests in flight, 1 to 1024; further ones wait until one ends.
         batching: Joins requests of several callers into one, `Batching(max_batch=8)`; see docs/serving.md.
         fallback: A device of this machine, "cpu:0", that takes over the segments of a device that is lost while the
             session is open; a FallbackWarning reports it. See docs/faults.md.

@@ -79,8 +79,11 @@ class Line:
         self._lock, self._changes = threading.Lock(), WaitList()
         self._tickets: dict[Ticket, None] = {}
 
+    def __len__(self) -> int:
+        return len(self._tickets)
+
     def note(self, ticket: Ticket) -> None:
-        """Let a request in that waits for none; `leave` has to follow whatever happens."""
+        """Give a request its place, the last one; `leave` has to follow whatever happens."""
         self._tickets[ticket] = None
         if len(self._tickets) > 1:
             for item in list(self._tickets):
@@ -113,11 +116,11 @@ class Line:
 class OpenPlans:
     """The sessions of the plans of a bundle, those that are open, and what is known of their steps."""
 
-    def __init__(self, bundle: Bundle, open_plan: Callable[[Bundle], RuntimeSession]) -> None:
+    def __init__(self, bundle: Bundle, open_plan: Callable[[Bundle], RuntimeSession], max_in_flight: int) -> None:
         self._bundles, self._open_plan, self._process = bundle.plans, open_plan, os.getpid()
         manifest, self._where, self._inputs = bundle.manifest, str(bundle.path), bundle.inputs
         self.splits = [SplitStates(item.manifest) for item in self._bundles]
-        self.is_split = any(self.splits)
+        self.is_split, self.max_in_flight = any(self.splits), max_in_flight
         self.state_names = {item.input for item in manifest.states}
         self.line, self.conversation_numbers = Line(), itertools.count(1)
         self.is_roomy = _holds_all_values(self._bundles)
@@ -316,10 +319,16 @@ class PlannedConversation(RuntimeSession, SessionStates):
             ticket.plan = size.choose()
             if ticket.plan not in plans.sessions or plans.sessions[ticket.plan].failure is not None:
                 ticket.plan = min(plans.list_usable(size, ticket), key=size.seconds.__getitem__)
-        if plans.is_roomy:
-            plans.line.note(ticket)
-        else:
-            plans.line.join(ticket, lambda others: all(item.plan == ticket.plan for item in others))
+        plans.line.note(ticket)
+        # A callback on a worker does not wait for a place: its own worker may have to free one.
+        limit = math.inf if isinstance(threading.current_thread(), WorkerThread) else plans.max_in_flight
+        if not plans.is_roomy or len(plans.line) > limit:
+            plans.line.join(
+                ticket,
+                lambda others: (
+                    len(others) < limit and (plans.is_roomy or all(item.plan == ticket.plan for item in others))
+                ),
+            )
         names = plans.splits[ticket.plan].expand_names(plans.splits[0].join_names(states)) if states else ()
         return self._find_session(ticket.plan), plans.convert_feeds(ticket.plan, feeds, ticket.moved or {}), names
 
@@ -463,7 +472,7 @@ class PlannedSession(PlannedConversation):
 
     def __init__(self, runtime: Runtime, bundle: Bundle, *, trace: bool, max_in_flight: int, warmup: bool) -> None:
         open_plan = partial(interface.open_session, runtime, trace=trace, max_in_flight=max_in_flight)
-        plans = OpenPlans(bundle, open_plan)
+        plans = OpenPlans(bundle, open_plan, max_in_flight)
         for plan in range(len(bundle.plans) if warmup else 1):
             plans.open(plan)
         super().__init__(plans)

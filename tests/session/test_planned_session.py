@@ -544,7 +544,6 @@ def test_requests_of_different_plans_overlap_where_memory_holds_both(rows):
         assert other.result(HUNG_SECONDS).plan == 1
 
 
-@pytest.mark.xfail(reason="each plan has the bound for itself", strict=True)
 def test_requests_in_flight_are_bounded_over_all_plans(rows):
     with onnxplace.InferenceSession(rows, warmup=True, max_in_flight=1) as session:
         first, second = session.submit(feed_rows(SMALL, limit=ENDLESS)), []
