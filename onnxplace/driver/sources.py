@@ -185,7 +185,8 @@ def bind_source(
         llm: Whether states and sizes of a decoder are recognised.
     """
     requests, notes = list_sizes(shape), (*source.diagnostics, *model.notes)
-    if inputs and len(requests) > 1:
+    is_several = len(requests) > 1
+    if inputs and is_several:
         message = "--inputs has arrays of one size, and --shape gives several"
         raise UsageError("U042", message, where="--shape", hint="omit one of the two")
     if llm:
@@ -195,7 +196,7 @@ def bind_source(
         notes = (*notes, decoder.note, *try_states(decoder, by_hand))
         model, state = decoder.model, decoder.states
         if not inputs:
-            prompts = decoder.list_prompt_sizes(requests[0][0]) if len(requests) == 1 else []
+            prompts = [] if is_several else decoder.list_prompt_sizes(requests[0][0])
             requests = [(decoder.complete(sizes), weight) for sizes, weight in requests]
             requests = [(sizes, TOKENS_PER_PROMPT * weight if prompts else weight) for sizes, weight in requests]
             requests += [(sizes, 1.0) for sizes in prompts]
@@ -207,7 +208,7 @@ def bind_source(
         SizedModel(bind_states(bind(model, {**assumed, **sizes}, inputs or {}), state), weight)
         for sizes, weight in requests
     ]
-    for item in sized if len(sized) > 1 else ():
+    for item in sized if is_several else ():
         with item.name_in_errors():
             item.model.input_shapes()  # no size is missing
     different = {tuple(sorted(item.model.dimensions.items())): item for item in reversed(sized)}

@@ -102,7 +102,7 @@ def verify(
     True
     """
     opened = load(bundle.path if isinstance(bundle, Bundle) else bundle, "all")
-    length = STEPS_OF_PLANS if opened.manifest.sizes else STEPS_WITH_STATES
+    length = STEPS_OF_PLANS if opened.manifest.plans else STEPS_WITH_STATES
     count = (length if opened.manifest.states else 1) if steps is None else steps
     if count < 1:
         raise UsageError("U005", f"expected 1 step or more, got {count}", where="steps", hint="leave it out")
