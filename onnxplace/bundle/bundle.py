@@ -230,7 +230,7 @@ class Bundle:
     def is_plan(self) -> bool:
         """Return whether it is a further plan of the bundle around it, which has the hash of its manifest."""
         manifest = self.manifest
-        return manifest.link_levels > 1 or any(not link.ctime_ns for link in manifest.linked.values())
+        return manifest.link_levels > 1 or any(link.is_shared for link in manifest.linked.values())
 
     @property
     def session_entries(self) -> dict[str, str]:
@@ -411,7 +411,7 @@ def _check_link(file: Path, link: LinkRecord, check: Check) -> None:
         raise BundleError("N009", message, where=str(file), hint=hint)
     # A copy, or a file that was only touched, has other times and the same bytes.
     is_same = (status.st_mtime_ns, status.st_ctime_ns) == (link.mtime_ns, link.ctime_ns)
-    if not link.mtime_ns:  # a file of the bundle around it
+    if link.is_shared:
         is_same = status.st_size > MAX_SMALL_FILE_BYTES
     if (check == "all" or not is_same) and compute_sha256(file) != link.sha256:
         message = "this weights file changed since the compile: its SHA-256 differs"

@@ -389,6 +389,11 @@ class LinkRecord(FileRecord):
     ctime_ns: int = 0
     """When the file or its attributes changed last, which no program can put back."""
 
+    @property
+    def is_shared(self) -> bool:
+        """Return whether it is a file of the bundle around a plan: no time is recorded, which a file of its own has."""
+        return not (self.mtime_ns or self.ctime_ns)
+
 
 class TargetRecord(Record):
     """The devices and links that the bundle was compiled for."""

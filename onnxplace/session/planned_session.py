@@ -8,8 +8,8 @@ they came.
 The states of a conversation are at one plan. A request of another plan takes them along as inputs. They also stay
 where they were until that request has succeeded: if it fails, the conversation goes on from there. States move as
 skis are bought, by the rule for what one may rent or buy: when the time that was lost by staying reaches that of a
-move. So staying and moving take at most twice as long as with knowledge of the requests to come (Karlin et al.,
-"Competitive snoopy caching", Algorithmica 3, 1988).
+move. Up to one move, that takes at most twice as long as with knowledge of the requests to come (Karlin et al.,
+"Competitive snoopy caching", Algorithmica 3, 1988); requests that go to and fro may cost more.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import pytest
 
 import onnxplace
 from onnxplace.bundle.bundle import MANIFEST_FILE
+from onnxplace.bundle.manifest import LinkRecord
 from tests.support.plan_bundles import describe, edit, edit_plan, make_plan_bundle
 
 
@@ -130,3 +131,9 @@ def test_a_bundle_takes_the_sizes_that_its_inputs_do_not_fix(bundle, shape, fed,
     opened = onnxplace.load(bundle)
     assert opened.takes_sizes({"x": np.zeros(fed, np.float32), "unknown": 1}) == takes
     assert opened.takes_sizes({"x": [1.0]})  # the session refuses what is no array
+
+
+@pytest.mark.parametrize(("mtime_ns", "ctime_ns", "is_shared"), [(0, 0, True), (0, 5, False), (5, 0, False)])
+def test_a_file_with_a_time_is_no_file_of_the_bundle_around_a_plan(mtime_ns, ctime_ns, is_shared):
+    """A user's own file may have been written at time 0, and older bundles have no second time."""
+    assert LinkRecord(sha256="", bytes=1, mtime_ns=mtime_ns, ctime_ns=ctime_ns).is_shared is is_shared
