@@ -141,7 +141,7 @@ def test_only_the_states_of_the_request_that_ran_are_lost(server, monkeypatch):
 
     def die(session, *arguments):
         monkeypatch.setattr(isolated_sessions.IsolatedSession, "run", original)
-        kill(server.models["s"].session)
+        kill(server.models["s"].session, signal.SIGKILL)  # ends all threads at once: no other one can still answer
         return original(session, *arguments)
 
     monkeypatch.setattr(isolated_sessions.IsolatedSession, "run", die)
