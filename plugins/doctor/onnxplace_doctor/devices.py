@@ -49,8 +49,9 @@ def devices(
     With -o, write them to a target file; with --calibrate, measure them first.
     """
     from onnxplace.machine import measurement_cache
-    from onnxplace.machine.hardware import describe_machine, local_target
+    from onnxplace.machine.hardware import local_target
     from onnxplace.target.target_file import format_target
+    from onnxplace_doctor.machine_description import describe_machine
 
     if (sizes or seconds is not None) and not calibrate:
         raise UsageError("U042", "--sizes and --seconds are options of --calibrate", hint="add --calibrate")
