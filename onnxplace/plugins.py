@@ -90,7 +90,7 @@ OFFERED: Mapping[Kind, Mapping[str, str]] = MappingProxyType(
         "commands": {
             **dict.fromkeys(("learn", "study"), "onnxplace-learned"),
             "hosts": "onnxplace-hosts",
-            "doctor": "onnxplace-doctor",
+            **dict.fromkeys(("devices", "doctor", "machines"), "onnxplace-doctor"),
         },
     }
 )

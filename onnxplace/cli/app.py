@@ -24,7 +24,6 @@ import click
 from onnxplace.cli.bench import bench
 from onnxplace.cli.compile import compile as compile_
 from onnxplace.cli.completion import COMPLETE_VARIABLE, complete_line, complete_passes, complete_runtimes, completion
-from onnxplace.cli.devices import devices, machines
 from onnxplace.cli.explain import explain
 from onnxplace.cli.export import export, merge
 from onnxplace.cli.place import place
@@ -160,8 +159,6 @@ for command in (
     export,
     plan,
     place,
-    devices,
-    machines,
     explain,
     completion,
 ):

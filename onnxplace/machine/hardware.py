@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import sys
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from onnxplace.errors import OnnxplaceError, PluginError, TargetError, format_names, format_value, suggest_nearest
 from onnxplace.machine.measurement_cache import processor
@@ -27,9 +26,9 @@ from onnxplace.target.kind_table import (
 from onnxplace.target.parsing import DeviceSpec, name_variant, name_whole, parse_devices
 from onnxplace.target.target import HAND_OVER_SECONDS, Device, Pool, Target, count_cores_by_processor
 from onnxplace.target.unused_hardware import list_unused_hardware
-from onnxplace.utils.control_groups import count_cores, count_free_bytes, find_core_limit, list_cores
+from onnxplace.utils.control_groups import count_cores, count_free_bytes, list_cores
 from onnxplace.utils.groups import group_pairs
-from onnxplace.utils.ort import build_one_node_model, import_onnxruntime, list_installed_wheels
+from onnxplace.utils.ort import build_one_node_model, import_onnxruntime
 from onnxplace.utils.subprocesses import run_in_child
 
 if TYPE_CHECKING:
@@ -343,7 +342,7 @@ def require_device(device: Device, instead: str = "") -> None:
             problem, hints = f"its provider refuses {given}: {problem}", ["its documentation lists options", instead]
         else:
             elsewhere = "to plan for a machine that is not here: --machine H100 (`onnxplace machines`)"
-            hints = [_hint_install(device), "`onnxplace devices` lists all devices", instead, elsewhere]
+            hints = [find_install_hint(device), "`onnxplace devices` lists all devices", instead, elsewhere]
         raise TargetError("T011", problem, where=device.id, hint="; ".join(filter(None, hints)))
 
 
@@ -353,7 +352,7 @@ def _drop(device: Device, own: Collection[str]) -> Device:
     return replace(device, options={name: value for name, value in device.options.items() if name not in names})
 
 
-def _hint_install(device: Device) -> str:
+def find_install_hint(device: Device) -> str:
     """Return how to install what a device needs; empty where the first device of its kind works already."""
     kind, first = find_kind(device.kind), replace(device.address, index=0, part=None)
     if device.kind in SHORT_NAMES:
@@ -403,49 +402,3 @@ def describe_optimiser() -> str:
         return ""
     runtime, features = import_onnxruntime(), hashlib.sha256(processor().encode()).hexdigest()
     return f"ONNX Runtime {runtime.__version__} ({runtime.get_build_info()}), processor {features}"
-
-
-def describe_machine() -> dict[str, Any]:
-    """Return host, accelerators and the version of ONNX Runtime as plain data.
-
-    Each accelerator has the reason why it cannot be used, or None. Those without a provider are `without_provider`.
-    """
-    return {
-        "host": {
-            "cores": list(available_cores()),
-            "core_limit": None if math.isinf(find_core_limit()) else find_core_limit(),
-            "available_memory_bytes": available_memory_bytes(),
-        },
-        "accelerators": [_describe(*item) for item in list_accelerators(plugins=True)],
-        "without_provider": [asdict(item) for item in list_unused_hardware()],
-        "onnxruntime": import_onnxruntime().__version__,
-    }
-
-
-def _describe(device_id: str, hardware: Hardware, problem: str | None) -> dict[str, Any]:
-    """Return an accelerator as plain data."""
-    described = {
-        "id": device_id,
-        "name": hardware.name,
-        "vendor": hardware.vendor,
-        "package": hardware.package or next(iter(list_installed_wheels()), "onnxruntime"),
-        "version": hardware.version if hardware.package else import_onnxruntime().__version__,
-        "memory_is_known": hardware.memory_is_known,
-        "memory_bytes": hardware.memory_bytes,
-        "free_bytes": hardware.free_bytes,
-        "problem": problem,
-    }
-    if ":" not in device_id:  # a plugin that cannot be loaded
-        return described
-    device = Device(device_id, 0)
-    kind, traits = find_kind(device.kind), None if problem else probe_device(device)
-    return {
-        **described,
-        "name": hardware.name or kind.title,
-        "provider": kind.provider({}),
-        "precision": kind.precision(device.address),
-        "probed": traits and asdict(traits),
-        "takes": [] if problem else kind.list_taken(device.address),
-        "needs_static_shapes": kind.needs_static_shapes,
-        "install_hint": _hint_install(device) if problem else "",
-    }

@@ -31,11 +31,11 @@ _READ_BYTES = 1 << 20
 _FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # At most this many names of a folder are read for the suggestion of another file.
 _MAX_NAMES = 1000
-# The escape of half of a character outside the first 65536, which is a character only together with its other half.
 # Of the messages of loaders of Linux, macOS and Windows.
 _LIBRARY_WORDS = re.compile(
     r"shared (object|library)|undefined symbol|dlopen|invalid ELF|file too short|\.(so|dylib|dll)\b"
 )
+# The escape of half of a character outside the first 65536, which is a character only together with its other half.
 _HALF_CHARACTER = re.compile(r"\\u[dD][89a-fA-F]")
 
 

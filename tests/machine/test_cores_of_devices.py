@@ -18,13 +18,12 @@ from onnxplace.machine import hardware
 from onnxplace.machine.hardware import assign_cores, find_cores, find_node, require_device
 from onnxplace.machine.isolated_sessions import open_session
 from onnxplace.machine.ort_sessions import make_session_options, may_pin
-from onnxplace.measure.calibrator import _list_cpus
 from onnxplace.runtimes.execution import segments
 from onnxplace.target import kind_table, plugin_providers
 from onnxplace.target.device_kinds import ISOLATE, DeviceAddress, DeviceKind
 from onnxplace.target.kind_table import find_kind, is_isolated
 from onnxplace.target.plugin_providers import make_provider_kind
-from onnxplace.target.target import Device, Target, default_link
+from onnxplace.target.target import Device, default_link
 from onnxplace.utils.ort import build_one_node_model
 from tests.support.copies import compile_copies, make_feeds
 
@@ -204,22 +203,6 @@ def test_links_between_providers_on_cores_are_those_of_cores() -> None:
         assert (link.latency_seconds, link.bytes_per_second) == (usual.latency_seconds, usual.bytes_per_second)
     gpu = default_link(Device("openvino/cpu:0", 1 << 30), Device("cuda:0", 1 << 30))
     assert gpu.latency_seconds == find_kind("cuda").link_latency_seconds
-
-
-def test_contention_is_measured_on_processors_of_their_own() -> None:
-    def device(name: str, *processors: str) -> Device:
-        return Device(name, 1 << 30, processors=processors)
-
-    target = Target(
-        (
-            device("openvino/cpu:0", "cpu:0"),
-            device("cpu:0-1", "cpu:0", "cpu:1"),
-            device("cpu:0", "cpu:0"),
-            device("openvino/cpu:1", "cpu:1"),
-            device("webgpu:0"),
-        )
-    )
-    assert _list_cpus(target) == ("cpu:0", "openvino/cpu:1")
 
 
 # ------------------------------------------------------------------------------------------------ options of providers

@@ -280,17 +280,27 @@ def no_plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     list_entries.cache_clear()
 
 
+LEARNED_HINT = "pip install -e plugins/onnxplace-learned"
+
+
 @pytest.mark.usefixtures("no_plugins")
 @pytest.mark.parametrize(
-    ("arguments", "name"),
+    ("arguments", "missing", "hint"),
     [
-        (["learn", "placeto"], "command 'learn'"),
-        (["study"], "command 'study'"),
-        (["place", "g.json", "--placer", "guided"], "placer 'guided'"),
+        (["learn", "placeto"], "command 'learn' is part of the plugin onnxplace-learned", LEARNED_HINT),
+        (["study"], "command 'study' is part of the plugin onnxplace-learned", LEARNED_HINT),
+        (
+            ["place", "g.json", "--placer", "guided"],
+            "placer 'guided' is part of the plugin onnxplace-learned",
+            LEARNED_HINT,
+        ),
+        (["devices"], "command 'devices' is part of the plugin onnxplace-doctor", "install onnxplace again"),
+        (["machines"], "command 'machines' is part of the plugin onnxplace-doctor", "install onnxplace again"),
+        (["doctor"], "command 'doctor' is part of the plugin onnxplace-doctor", "install onnxplace again"),
     ],
 )
 def test_a_plugin_of_this_repository_that_is_not_installed_is_named_with_how_to_install_it(
-    run_cli, tmp_path, monkeypatch, arguments, name
+    run_cli, tmp_path, monkeypatch, arguments, missing, hint
 ):
     monkeypatch.chdir(tmp_path)
     Path("g.json").write_text('{"devices": [{}, {}], "nodes": [{"id": 0}]}')
@@ -298,8 +308,8 @@ def test_a_plugin_of_this_repository_that_is_not_installed_is_named_with_how_to_
     assert result.code == 2
     assert result.out == ""
     assert result.err.count("error[") == 1
-    assert f"{name} is part of the plugin onnxplace-learned, which is not installed" in result.err
-    assert "pip install -e plugins/onnxplace-learned" in result.err
+    assert f"{missing}, which is not installed" in result.err
+    assert hint in result.err
 
 
 def test_a_plugin_cannot_take_the_name_of_a_part_of_this_distribution(tmp_path, commands):

@@ -1,1 +1,1 @@
-"""The self-check of a machine: `onnxplace doctor`."""
+"""What a machine has and does: `onnxplace devices`, calibration, `machines`, and the self-check `doctor`."""

@@ -164,7 +164,7 @@ def check_call(context: CheckContext) -> Finding:
 
 def check_link(context: CheckContext) -> Finding:
     """Measure the link between two devices in both directions, and calls on each, as `devices --calibrate` does."""
-    from onnxplace.measure.calibrator import calibrate
+    from onnxplace_doctor.calibrator import calibrate
 
     if len(context.ids) < 2:
         raise CheckSkippedError("there is one device")

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from onnxplace.errors import ExecutionError, TargetError, UsageError
-from onnxplace.measure.link_fit import LinkFit, fit_link
 from onnxplace.target.target import Link, Target, default_link
 from onnxplace.target.target_file import read_target
 from onnxplace.utils.progress import report_time_limit
+from onnxplace_doctor.link_fit import LinkFit, fit_link
 from onnxplace_hosts.connection import INSTALL_HINT, Connection, find_launcher
 from onnxplace_hosts.describe_host import require_versions
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from onnxplace.errors import ExecutionError, TargetError, UsageError
-from onnxplace.measure.link_fit import fit_link
 from onnxplace.target.target import Device, Pool, Target
 from onnxplace.target.target_file import format_target, read_target
+from onnxplace_doctor.link_fit import fit_link
 from onnxplace_hosts import survey as survey_module
 from onnxplace_hosts.connection import Connection, Mpich, OpenMpi, find_launcher
 from onnxplace_hosts.ranks.link_ranks import SIZES_BYTES, follow, lead

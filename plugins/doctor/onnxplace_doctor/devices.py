@@ -29,9 +29,9 @@ from onnxplace.utils.files import require_writable, write_file
 from onnxplace.utils.quantities import format_bytes
 
 if TYPE_CHECKING:
-    from onnxplace.measure.calibrator import Calibration, LinkMeasurement
     from onnxplace.target.catalogue import Catalogue
     from onnxplace.target.target import Target
+    from onnxplace_doctor.calibrator import Calibration, LinkMeasurement
 
 
 @click.command()
@@ -49,8 +49,9 @@ def devices(
     With -o, write them to a target file; with --calibrate, measure them first.
     """
     from onnxplace.machine import measurement_cache
-    from onnxplace.machine.hardware import describe_machine, local_target
+    from onnxplace.machine.hardware import local_target
     from onnxplace.target.target_file import format_target
+    from onnxplace_doctor.machine_description import describe_machine
 
     if (sizes or seconds is not None) and not calibrate:
         raise UsageError("U042", "--sizes and --seconds are options of --calibrate", hint="add --calibrate")
@@ -93,8 +94,8 @@ def _format_heading(about: Mapping[str, Any], processor: str, measured: bool) ->
 
 
 def _calibrate(target: Any, sizes: str | None, seconds: float | None, quiet: bool) -> Calibration:
-    from onnxplace.measure.calibrator import DEFAULT_SECONDS, TRANSFER_SIZES_BYTES, calibrate
     from onnxplace.target.parsing import parse_bytes
+    from onnxplace_doctor.calibrator import DEFAULT_SECONDS, TRANSFER_SIZES_BYTES, calibrate
 
     sizes_bytes = [parse_bytes(text) for text in sizes.split(",")] if sizes else TRANSFER_SIZES_BYTES
     with show_progress(quiet, "measuring", similar=True) as observer:

@@ -12,24 +12,29 @@ from hypothesis import given, strategies as st
 from onnxplace.bundle.manifest_checks import check_programs
 from onnxplace.errors import TargetError, UsageError
 from onnxplace.machine.hardware import find_link_technology
-from onnxplace.measure import calibrator
-from onnxplace.measure.calibrator import (
+from onnxplace.pipeline.registry import find_plugin
+from onnxplace.runtime.interface import Event, Result, RuntimeSession
+from onnxplace.target.target import Device, Link, Shared, Target
+from onnxplace.target.target_file import format_target, read_target
+from onnxplace_doctor import calibrator
+from onnxplace_doctor.calibrator import (
     TRANSFER_SIZES_BYTES,
     _build_target,
     _choose_sizes,
     _describe_sharing,
     _fit_links,
+    _list_cpus,
     _list_notes,
     calibrate,
 )
-from onnxplace.measure.microbenchmarks import (
+from onnxplace_doctor.microbenchmarks import (
     CallCosts,
     Contention,
     HopSamples,
     Slowdown,
     _make_hop_task,
 )
-from onnxplace.measure.probe_runs import (
+from onnxplace_doctor.probe_runs import (
     LOWER_QUARTILE,
     MEDIAN,
     Probe,
@@ -40,10 +45,6 @@ from onnxplace.measure.probe_runs import (
     take_turns,
     write_probe_bundle,
 )
-from onnxplace.pipeline.registry import find_plugin
-from onnxplace.runtime.interface import Event, Result, RuntimeSession
-from onnxplace.target.target import Device, Link, Shared, Target
-from onnxplace.target.target_file import format_target, read_target
 
 TWO = Target((Device("cpu:0", 1 << 30), Device("cpu:1", 1 << 30)))
 DIRECTIONS = ("cpu:0", "cpu:1"), ("cpu:1", "cpu:0")
@@ -92,7 +93,7 @@ def test_waited_seconds_never_decrease():
 
 def test_turns_are_round_robin_first_and_then_go_to_the_task_with_the_least_time(monkeypatch):
     now, names = [0.0], []
-    monkeypatch.setattr("onnxplace.measure.probe_runs.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("onnxplace_doctor.probe_runs.time.perf_counter", lambda: now[0])
 
     def make_task(name, seconds):
         def task():
@@ -330,3 +331,19 @@ def test_links_without_driver_information_pass_through_the_host(driver, monkeypa
     assert find_link_technology("cuda:0", "cuda:5") == "host"
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert find_link_technology("cuda:0", "cuda:1") == "host"
+
+
+def test_contention_is_measured_on_processors_of_their_own() -> None:
+    def device(name: str, *processors: str) -> Device:
+        return Device(name, 1 << 30, processors=processors)
+
+    target = Target(
+        (
+            device("openvino/cpu:0", "cpu:0"),
+            device("cpu:0-1", "cpu:0", "cpu:1"),
+            device("cpu:0", "cpu:0"),
+            device("openvino/cpu:1", "cpu:1"),
+            device("webgpu:0"),
+        )
+    )
+    assert _list_cpus(target) == ("cpu:0", "openvino/cpu:1")

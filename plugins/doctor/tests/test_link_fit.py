@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from onnxplace.measure.calibrator import TRANSFER_SIZES_BYTES
-from onnxplace.measure.link_fit import UNBOUNDED_BYTES_PER_SECOND, fit_link
 from onnxplace.target.target import Link
-from tests.measure.test_calibration import compute_times
+from onnxplace_doctor.calibrator import TRANSFER_SIZES_BYTES
+from onnxplace_doctor.link_fit import UNBOUNDED_BYTES_PER_SECOND, fit_link
+from plugins.doctor.tests.test_calibration import compute_times
 
 latencies = st.floats(1e-6, 5e-5)
 bandwidths = st.floats(1e9, 5e9)

@@ -14,8 +14,10 @@ from pathlib import Path
 
 from onnxplace.errors import UsageError
 from onnxplace.machine.hardware import available_memory_bytes, find_link_technology, require_device
-from onnxplace.measure.link_fit import LinkFit, fit_link
-from onnxplace.measure.microbenchmarks import (
+from onnxplace.target.target import SEGMENT_OVERHEAD_SECONDS, Device, Link, LinkModel, Shared, Target
+from onnxplace.utils.file_locks import temporary_folder
+from onnxplace_doctor.link_fit import LinkFit, fit_link
+from onnxplace_doctor.microbenchmarks import (
     CallCosts,
     Contention,
     HopSamples,
@@ -23,9 +25,7 @@ from onnxplace.measure.microbenchmarks import (
     prepare_contention,
     prepare_hops,
 )
-from onnxplace.measure.probe_runs import LOWER_QUARTILE, MIN_UNDISTURBED_SAMPLES, Samples, take_turns
-from onnxplace.target.target import SEGMENT_OVERHEAD_SECONDS, Device, Link, LinkModel, Shared, Target
-from onnxplace.utils.file_locks import temporary_folder
+from onnxplace_doctor.probe_runs import LOWER_QUARTILE, MIN_UNDISTURBED_SAMPLES, Samples, take_turns
 
 TRANSFER_SIZES_BYTES = tuple(4**power for power in range(15))
 """Bytes of the values that cross, 1 B to 256 MiB, evenly spaced so that the fit weighs all magnitudes equally."""

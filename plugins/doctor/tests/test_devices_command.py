@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from onnxplace.measure import calibrator
 from onnxplace.target.target import SEGMENT_OVERHEAD_SECONDS, SEGMENT_SECONDS
 from onnxplace.target.target_file import read_target
-from tests.measure.test_calibration import DIRECTIONS
+from onnxplace_doctor import calibrator
+from plugins.doctor.tests.test_calibration import DIRECTIONS
 
 TINY = ("devices", "--calibrate", "--devices", "cpu:0,cpu:1", "--sizes", "1,4KiB,1MiB", "--seconds", "0.2")
 

@@ -16,7 +16,11 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from onnxplace.feeds.feeds import Array
-from onnxplace.measure.probe_runs import (
+from onnxplace.pipeline.registry import create_runtime
+from onnxplace.runtime.interface import Event, EventKind, RuntimeSession
+from onnxplace.target.kind_table import find_kind
+from onnxplace.target.target import Target
+from onnxplace_doctor.probe_runs import (
     ANY_SIZE,
     LOWER_QUARTILE,
     MEDIAN,
@@ -26,10 +30,6 @@ from onnxplace.measure.probe_runs import (
     run_once,
     write_probe_bundle,
 )
-from onnxplace.pipeline.registry import create_runtime
-from onnxplace.runtime.interface import Event, EventKind, RuntimeSession
-from onnxplace.target.kind_table import find_kind
-from onnxplace.target.target import Target
 
 # Values up to SMALL_BYTES make many hops in one request; computing with values up to TINY_BYTES takes no time.
 TINY_BYTES, SMALL_BYTES = 1 << 12, 1 << 16
