@@ -8,7 +8,7 @@ its own copy, and so has each plan on a device with memory of its own (measured:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -63,32 +63,32 @@ class PlanMemory:
         return replace(self, devices=updates)
 
 
-def hold_together(plans: Sequence[PlanMemory]) -> dict[str, HeldRecord]:
+def hold_together(plans: Sequence[PlanMemory], join: Callable[[Iterable[int]], int] = max) -> dict[str, HeldRecord]:
     """Return what each device holds for some plans: the weights of all of them, and the values of any one.
 
-    The record `HOST` is that of a process with all devices on processor cores.
+    `join` tells the bytes of all plans' values by those of each: with `sum`, all plans run at once. The record `HOST` is that of a process with all devices on processor cores.
     """
     devices = {device.id: device for plan in plans for device in plan.target.devices}
     groups = {name: {name} for name in devices} | {HOST: {name for name, item in devices.items() if item.has_cores}}
-    return {name: _hold(plans, group) for name, group in groups.items()}
+    return {name: _hold(plans, group, join) for name, group in groups.items()}
 
 
-def _hold(plans: Sequence[PlanMemory], group: Collection[str]) -> HeldRecord:
+def _hold(plans: Sequence[PlanMemory], group: Collection[str], join: Callable[[Iterable[int]], int]) -> HeldRecord:
     own = [[item for item in plan.devices if item.id in group] for plan in plans]
     uses = Counter(key for plan in plans for name in group for key in plan.mapped.get(name, ()))
     shared = sum((count - 1) * length for (length, _), count in uses.items())
     weights = sum(item.weights_bytes for items in own for item in items) - shared
-    values = max(sum(item.peak_bytes - item.weights_bytes for item in items) for items in own)
+    values = join(sum(item.peak_bytes - item.weights_bytes for item in items) for items in own)
     return HeldRecord(weights_bytes=weights, shared_bytes=shared, peak_bytes=weights + values)
 
 
-def fits_together(plans: Sequence[PlanMemory]) -> bool:
-    """Return whether the devices of some plans have room for what they hold together.
+def fits_together(plans: Sequence[PlanMemory], join: Callable[[Iterable[int]], int] = max) -> bool:
+    """Return whether the devices of some plans have room for what they hold together, joined as `hold_together` does.
 
     Devices that share processors share the memory of these: `cpu:0-1` has that of `cpu:0` and of `cpu:1`. A pool holds
     what is on its devices, and on others with their processors.
     """
-    devices, held = {device.id: device for plan in plans for device in plan.target.devices}, hold_together(plans)
+    devices, held = {device.id: device for plan in plans for device in plan.target.devices}, hold_together(plans, join)
     every, sizes = Target(tuple(devices.values())), np.array([held[name].peak_bytes for name in devices])
     limits = np.array([device.memory_bytes for device in every.devices])
     for pool in (pool for plan in plans for pool in plan.target.pools):

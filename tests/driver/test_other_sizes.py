@@ -19,7 +19,7 @@ from onnxplace.driver.candidates import (
     predict_elsewhere,
 )
 from onnxplace.driver.choose import list_sharded, list_simple
-from onnxplace.driver.plan_sets import COPIED_BYTES_PER_SECOND, predict_moves, rank_sets
+from onnxplace.driver.plan_sets import predict_moves, rank_sets
 from onnxplace.facts import Placement
 from onnxplace.model.loading import load
 from onnxplace.model.lowering import bind
