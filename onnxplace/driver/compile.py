@@ -130,9 +130,7 @@ def _compile_sizes(
 
 def _name_size(observer: Observer | None, number: int, count: int) -> Observer | None:
     """Return an observer of the passes for one of several sizes."""
-    if observer is None:
-        return None
-    return lambda name, position, total: observer(f"size {number + 1} of {count}: {name}", position, total)
+    return observer and (lambda name, *place: observer(f"size {number + 1} of {count}: {name}", *place))
 
 
 def _prepare_paths(model: object, output: Path, steps: Pipeline, force: bool) -> list[Diagnostic]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 
 import numpy as np
 
@@ -66,7 +67,8 @@ class PlanMemory:
 def hold_together(plans: Sequence[PlanMemory], join: Callable[[Iterable[int]], int] = max) -> dict[str, HeldRecord]:
     """Return what each device holds for some plans: the weights of all of them, and the values of any one.
 
-    `join` tells the bytes of all plans' values by those of each: with `sum`, all plans run at once. The record `HOST` is that of a process with all devices on processor cores.
+    With `sum` in place of `max`, it is the values of all plans, which run at once. The record `HOST` is that of a
+    process with all devices on processor cores.
     """
     devices = {device.id: device for plan in plans for device in plan.target.devices}
     groups = {name: {name} for name in devices} | {HOST: {name for name, item in devices.items() if item.has_cores}}
@@ -88,14 +90,14 @@ def fits_together(plans: Sequence[PlanMemory], join: Callable[[Iterable[int]], i
     Devices that share processors share the memory of these: `cpu:0-1` has that of `cpu:0` and of `cpu:1`. A pool holds
     what is on its devices, and on others with their processors.
     """
-    devices, held = {device.id: device for plan in plans for device in plan.target.devices}, hold_together(plans, join)
-    every, sizes = Target(tuple(devices.values())), np.array([held[name].peak_bytes for name in devices])
-    limits = np.array([device.memory_bytes for device in every.devices])
-    for pool in (pool for plan in plans for pool in plan.target.pools):
-        members = every.conflicts[[every.position(name) for name in pool.devices]].any(axis=0)
-        if sizes[members].sum() > pool.memory_bytes:
-            return False
+    devices = {device.id: device for plan in plans for device in plan.target.devices}
+    every, limits = Target(tuple(devices.values())), np.array([device.memory_bytes for device in devices.values()])
     # Each processor has the part of its devices' memory; devices may share processors by way of others.
     rooms = (every.processors * np.ceil(limits / every.processors.sum(axis=1))[:, None]).max(axis=0)
     sharing = np.linalg.matrix_power(every.conflicts, len(limits))
-    return bool((sizes <= limits).all() and (sharing @ sizes <= sharing @ every.processors @ rooms).all())
+    pools = [pool for plan in plans for pool in plan.target.pools]
+    pooled = [every.conflicts[[every.position(name) for name in pool.devices]].any(axis=0) for pool in pools]
+    groups = [*np.eye(len(limits), dtype=bool), *sharing, *pooled]
+    most = [*limits, *(sharing @ every.processors @ rooms), *(pool.memory_bytes for pool in pools)]
+    held = (_hold(plans, set(compress(devices, group)), join).peak_bytes for group in groups)
+    return all(size <= limit for size, limit in zip(held, most))

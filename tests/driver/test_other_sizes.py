@@ -9,6 +9,7 @@ from hypothesis import given, settings, strategies as st
 from onnx import numpy_helper, parser
 
 import onnxplace
+from onnxplace.bundle.split_states import COPIED_BYTES_PER_SECOND
 from onnxplace.driver.candidates import (
     Candidate,
     Profiled,
