@@ -85,8 +85,7 @@ def _compile_source(source: ModelSource, steps: Pipeline, target: Target, settin
     loaded = sized[0].model
     require_one_size(sized, target.hosts, "several hosts run one plan")
     if settings.objective == "worst-ratio" and len(sized) == 1:
-        message, hint = "there is one size, and worst-ratio compares several", "repeat --shape, or omit --objective"
-        raise UsageError("U042", message, where="--objective", hint=hint)
+        raise UsageError("U042", "worst-ratio compares several sizes", where="--objective", hint="repeat --shape")
     for step in steps.passes:
         require_one_size(sized, getattr(step, "costs", ""), "--costs has those of one")
         require_one_size(sized, getattr(step, "save", ""), "--save-costs writes those of one")

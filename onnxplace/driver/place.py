@@ -143,8 +143,7 @@ def place_cost_graph(graph: CostGraph, settings: PlaceSettings) -> PlacementResu
     'm-etf'
     """
     if settings.objective == "worst-ratio":
-        hint = "omit it: the objective of one size is latency"
-        raise UsageError("U042", "worst-ratio compares sizes of a model", where="--objective", hint=hint)
+        raise UsageError("U042", "worst-ratio compares sizes of a model", where="--objective", hint="choose latency")
     spec = choose_placer(settings.placer, settings.objective, settings.budget_seconds, settings.seed)
     steps = _list_passes(spec, settings)
     pipeline = Pipeline.of(steps)

@@ -185,8 +185,7 @@ class _Trials:
         return candidate.with_notes(*notes, *filter(None, [doubt or contradiction])), trial
 
     def _run_trial(self, bundle: Bundle, cached: bool) -> Trial:
-        (trial,) = run_trials([bundle], self._feeds, cached=cached, thorough=self._thorough, plain=True)
-        return trial
+        return run_trials([bundle], self._feeds, cached=cached, thorough=self._thorough, plain=True)[0]
 
     def _keep_fastest(
         self, candidates: Sequence[Candidate], comparison: Comparison
