@@ -8,7 +8,7 @@ its own copy, and so has each plan on a device with memory of its own (measured:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 
@@ -64,18 +64,21 @@ class PlanMemory:
         return replace(self, devices=updates)
 
 
-def hold_together(plans: Sequence[PlanMemory], join: Callable[[Iterable[int]], int] = max) -> dict[str, HeldRecord]:
+def hold_together(plans: Sequence[PlanMemory]) -> dict[str, HeldRecord]:
     """Return what each device holds for some plans: the weights of all of them, and the values of any one.
 
-    With `sum` in place of `max`, it is the values of all plans, which run at once. The record `HOST` is that of a
-    process with all devices on processor cores.
+    The record `HOST` is that of a process with all devices on processor cores.
     """
     devices = {device.id: device for plan in plans for device in plan.target.devices}
     groups = {name: {name} for name in devices} | {HOST: {name for name, item in devices.items() if item.has_cores}}
-    return {name: _hold(plans, group, join) for name, group in groups.items()}
+    return {name: hold_on(group, plans) for name, group in groups.items()}
 
 
-def _hold(plans: Sequence[PlanMemory], group: Collection[str], join: Callable[[Iterable[int]], int]) -> HeldRecord:
+def hold_on(group: Collection[str], plans: Sequence[PlanMemory], join: Callable[..., int] = max) -> HeldRecord:
+    """Return what some devices, such as those of a pool, hold together for some plans.
+
+    With `sum` for `join`, it is the values of all plans, which run at once.
+    """
     own = [[item for item in plan.devices if item.id in group] for plan in plans]
     uses = Counter(key for plan in plans for name in group for key in plan.mapped.get(name, ()))
     shared = sum((count - 1) * length for (length, _), count in uses.items())
@@ -84,8 +87,8 @@ def _hold(plans: Sequence[PlanMemory], group: Collection[str], join: Callable[[I
     return HeldRecord(weights_bytes=weights, shared_bytes=shared, peak_bytes=weights + values)
 
 
-def fits_together(plans: Sequence[PlanMemory], join: Callable[[Iterable[int]], int] = max) -> bool:
-    """Return whether the devices of some plans have room for what they hold together, joined as `hold_together` does.
+def fits_together(plans: Sequence[PlanMemory], join: Callable[..., int] = max) -> bool:
+    """Return whether the devices of some plans have room for what they hold together, as `hold_on` has it.
 
     Devices that share processors share the memory of these: `cpu:0-1` has that of `cpu:0` and of `cpu:1`. A pool holds
     what is on its devices, and on others with their processors.
@@ -99,5 +102,5 @@ def fits_together(plans: Sequence[PlanMemory], join: Callable[[Iterable[int]], i
     pooled = [every.conflicts[[every.position(name) for name in pool.devices]].any(axis=0) for pool in pools]
     groups = [*np.eye(len(limits), dtype=bool), *sharing, *pooled]
     most = [*limits, *(sharing @ every.processors @ rooms), *(pool.memory_bytes for pool in pools)]
-    held = (_hold(plans, set(compress(devices, group)), join).peak_bytes for group in groups)
+    held = (hold_on(set(compress(devices, group)), plans, join).peak_bytes for group in groups)
     return all(size <= limit for size, limit in zip(held, most))

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper, save
 import onnxplace
 from onnxplace.bundle.manifest import HOST, DeviceRecord, SizeRecord
 from onnxplace.driver.join_plans import join_plans
-from onnxplace.driver.plan_memory import PlanMemory, fits_together, hold_together
+from onnxplace.driver.plan_memory import PlanMemory, fits_together, hold_on, hold_together
 from onnxplace.feeds.synthetic import random_feeds
 from onnxplace.measure.memory_use import can_measure_memory, measure_memory
 from onnxplace.measure.trial import count_process_bytes
@@ -114,6 +114,7 @@ def test_plans_of_a_pool_have_room_for_the_values_of_one_or_of_all():
     pool = Pool(("cpu:0", "cuda:0"), 100)
     plans = [make_plan({name: (20, 50)}, FIRST, npu, pools=[pool]) for name in ("cpu:0", "cuda:0")]
     assert (fits_together(plans), fits_together(plans, sum)) == (True, False)
+    assert (hold_on(pool.devices, plans).peak_bytes, hold_on(pool.devices, plans, sum).peak_bytes) == (90, 140)
 
 
 SIZES = st.integers(0, 120)
