@@ -237,18 +237,18 @@ def require_open_sizes(phases: Sequence[Phase], config: Mapping[str, Any]) -> No
     expanded = expand_names(names, config["model"]["decoder"]["num_hidden_layers"])
     pasts = {name for key, name in expanded.items() if key.startswith("past_") and " " in key}
     for phase in phases:
-        for item in phase.models.manifest.inputs:
-            length = item.shape[-1] if item.shape else None
-            is_short = (
-                item.name == names["input_ids"] and isinstance(length, int) and (phase.runs_prompts or length > 1)
-            )
-            is_full = grows and item.name in pasts and all(isinstance(size, int) for size in item.shape or [""])
-            if is_short or is_full:
-                message = (
-                    f"the input {item.name!r} has the fixed sizes {list(item.shape or ())}, and GenAI feeds others"
-                )
-                hint = "compile without --fixed-sizes"
-                raise InputError("I018", message, where="--to ort-genai", hint=hint)
+        shapes = {item.name: item.shape or () for item in phase.models.manifest.inputs}
+        lengths = [size for size in shapes.get(names["input_ids"], ())[-1:] if isinstance(size, int)]
+        fixed = [names["input_ids"] for length in lengths if phase.runs_prompts or length > 1]
+        if grows:
+            fixed += [name for name in sorted(pasts & shapes.keys()) if _is_fixed(shapes[name])]
+        if fixed:
+            message = f"the input {fixed[0]!r} has the fixed sizes {list(shapes[fixed[0]])}, and GenAI feeds others"
+            raise InputError("I018", message, where="--to ort-genai", hint="compile without --fixed-sizes")
+
+
+def _is_fixed(shape: Sequence[int | str | None]) -> bool:
+    return bool(shape) and all(isinstance(size, int) for size in shape)
 
 
 def require_one_cache(phases: Sequence[Phase]) -> Device | None:
