@@ -465,6 +465,9 @@ class Manifest(Record):
     """Sizes that it was compiled for, if there were several, and sizes between them."""
     held: dict[str, HeldRecord] = {}
     """Device -> what it holds for all plans, if there are several; `host` for the process with all CPU devices."""
+    plans_overlap: bool = False
+    """Whether the devices also have room for the values of all plans at once, so that requests of different plans may
+    overlap."""
     link_levels: Annotated[int, Field(ge=1, le=2)] = 1
     """How many folders above the bundle's own the paths in `linked` begin: 2 in a plan of a bundle with linked weights.
     """

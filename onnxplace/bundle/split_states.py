@@ -11,6 +11,9 @@ from onnxplace.bundle.manifest import Manifest, SplitStateRecord
 from onnxplace.errors import FeedError
 from onnxplace.feeds.feeds import Array
 
+# States that move between plans are read and written in the host's memory, each at this rate.
+COPIED_BYTES_PER_SECOND = 4e9
+
 
 class SplitStates:
     """The split states of a bundle, by the names that they have in the original model."""

@@ -77,6 +77,11 @@ class Profiled:
         """Return the placer."""
         return next(step for step in self.rest if Placement in step.provides)
 
+    @property
+    def seed(self) -> int:
+        """Return the seed of the inputs that costs are measured with, and that trials run with."""
+        return next((int(getattr(step, "seed", 0)) for step in self.front if Profile in step.provides), 0)
+
     def replace_placer(self, placer: Pass) -> tuple[Pass, ...]:
         """Return the rest with another placer."""
         return tuple(placer if step is self.placer else step for step in self.rest)

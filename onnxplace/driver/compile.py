@@ -25,7 +25,7 @@ from onnxplace.driver.settings import CompileSettings, choose_output, choose_pip
 from onnxplace.driver.sources import ModelSource, SizedModel, bind_source, open_source, require_one_size
 from onnxplace.driver.step_parts import suggest_fixed_sizes
 from onnxplace.driver.trials import Compiled, finish_bundle
-from onnxplace.errors import Diagnostic, InfeasibleError, ModelError
+from onnxplace.errors import Diagnostic, InfeasibleError, ModelError, UsageError
 from onnxplace.facts import Placement, Profile, Routes, Streaming
 from onnxplace.machine import measurement_cache
 from onnxplace.machine.hardware import list_accelerators, require_device
@@ -84,6 +84,8 @@ def _compile_source(source: ModelSource, steps: Pipeline, target: Target, settin
     )
     loaded = sized[0].model
     require_one_size(sized, target.hosts, "several hosts run one plan")
+    if settings.objective == "worst-ratio" and len(sized) == 1:
+        raise UsageError("U042", "worst-ratio compares several sizes", where="--objective", hint="repeat --shape")
     for step in steps.passes:
         require_one_size(sized, getattr(step, "costs", ""), "--costs has those of one")
         require_one_size(sized, getattr(step, "save", ""), "--save-costs writes those of one")
@@ -109,11 +111,10 @@ def _compile_sizes(
     sized: Sequence[SizedModel], states: Sequence[State], steps: Pipeline, staging: Staging, settings: CompileSettings
 ) -> Compiled:
     """Write the bundle that the user wants, for one size or for several."""
-    is_worst_ratio = settings.objective == "worst-ratio"
-    each = replace(settings, objective="latency") if is_worst_ratio else settings
     if len(sized) == 1:
-        return _run_pipeline(steps, states[0], staging, each)
-    compiled = []
+        return _run_pipeline(steps, states[0], staging, settings)
+    compiled, is_worst_ratio = [], settings.objective == "worst-ratio"
+    each = replace(settings, objective="latency") if is_worst_ratio else settings
     for number, state in enumerate(states):
         part = replace(each, observer=_name_size(settings.observer, number, len(sized)))
         with sized[number].name_in_errors():
@@ -128,9 +129,7 @@ def _compile_sizes(
 
 def _name_size(observer: Observer | None, number: int, count: int) -> Observer | None:
     """Return an observer of the passes for one of several sizes."""
-    if observer is None:
-        return None
-    return lambda name, position, total: observer(f"size {number + 1} of {count}: {name}", position, total)
+    return observer and (lambda name, *place: observer(f"size {number + 1} of {count}: {name}", *place))
 
 
 def _prepare_paths(model: object, output: Path, steps: Pipeline, force: bool) -> list[Diagnostic]:
@@ -168,11 +167,11 @@ def _build_within(maximum: float, profiled: Profiled, staging: Staging, settings
     ones may be on which device, though not how the model amplifies them. So they get less of the maximum from round to
     round. Raises InfeasibleError after `MAX_ERROR_ROUNDS`.
     """
-    feeds, share, reached = profiled.state[Model].feeds(settings.seed), math.inf, list[float]()
+    feeds, share, reached = profiled.state[Model].feeds(profiled.seed), math.inf, list[float]()
     for _ in range(MAX_ERROR_ROUNDS):
         limited = profiled
         if share <= maximum:
-            limit = create_pass("limit-errors", maximum=share, seed=settings.seed)
+            limit = create_pass("limit-errors", maximum=share, seed=profiled.seed)
             limited = profiled.insert(limit, settings.observer)
         compiled = _build(limited, staging, settings)
         reached.append(measure_error(compiled.bundle, feeds))

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from onnxplace.cost_graph.data import CostGraph
-from onnxplace.errors import Diagnostic, InfeasibleError, InputError, format_count, suggest_nearest
+from onnxplace.errors import Diagnostic, InfeasibleError, InputError, UsageError, format_count, suggest_nearest
 from onnxplace.facts import Groups, Placement, Schedule
 from onnxplace.graph.op_graph import Floats, Ints, Longs
 from onnxplace.pipeline.pipeline import Pipeline, Timing
@@ -142,6 +142,8 @@ def place_cost_graph(graph: CostGraph, settings: PlaceSettings) -> PlacementResu
     >>> place_cost_graph(GENERATORS["layered"](20, seed=0), "m-etf").placer
     'm-etf'
     """
+    if settings.objective == "worst-ratio":
+        raise UsageError("U042", "worst-ratio compares sizes of a model", where="--objective", hint="choose latency")
     spec = choose_placer(settings.placer, settings.objective, settings.budget_seconds, settings.seed)
     steps = _list_passes(spec, settings)
     pipeline = Pipeline.of(steps)

@@ -36,7 +36,7 @@ from onnxplace.driver.choose import (
     stream_curve,
 )
 from onnxplace.driver.explaining import Explanation, explain_subjects, find_subjects
-from onnxplace.driver.plan_memory import PlanMemory, fits_together, hold_together
+from onnxplace.driver.plan_memory import PlanMemory, fits_together, hold_on, hold_together
 from onnxplace.driver.plan_sets import PlanSet, predict_moves, rank_sets
 from onnxplace.driver.settings import EFFORTS, CompileSettings, Effort, choose_streaming, choose_target, require_effort
 from onnxplace.driver.sources import SizesRequest, bind_source, open_source, require_one_size
@@ -294,7 +294,7 @@ def _predict_sets(
     for item in {item.plans: item for item in (*useful[:MAX_LISTED], *alone[:1], *pairs)}.values():
         names, together = [plans[index].name for index in item.fastest], item.hold(memory, predicted)
         held = {name: record.peak_bytes for name, record in hold_together(together).items()}
-        pools = [sum(held[name] for name in pool.devices) for pool in target.pools]
+        pools = [hold_on(pool.devices, together).peak_bytes for pool in target.pools]
         yield PlannedStrategy(
             name=" + ".join(dict.fromkeys(names)),
             devices=len({device.id for part in together for device in part.devices if device.nodes}),

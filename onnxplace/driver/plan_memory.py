@@ -8,8 +8,9 @@ its own copy, and so has each plan on a device with memory of its own (measured:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 
 import numpy as np
 
@@ -70,32 +71,36 @@ def hold_together(plans: Sequence[PlanMemory]) -> dict[str, HeldRecord]:
     """
     devices = {device.id: device for plan in plans for device in plan.target.devices}
     groups = {name: {name} for name in devices} | {HOST: {name for name, item in devices.items() if item.has_cores}}
-    return {name: _hold(plans, group) for name, group in groups.items()}
+    return {name: hold_on(group, plans) for name, group in groups.items()}
 
 
-def _hold(plans: Sequence[PlanMemory], group: Collection[str]) -> HeldRecord:
+def hold_on(group: Collection[str], plans: Sequence[PlanMemory], join: Callable[..., int] = max) -> HeldRecord:
+    """Return what some devices, such as those of a pool, hold together for some plans.
+
+    With `sum` for `join`, it is the values of all plans, which run at once.
+    """
     own = [[item for item in plan.devices if item.id in group] for plan in plans]
     uses = Counter(key for plan in plans for name in group for key in plan.mapped.get(name, ()))
     shared = sum((count - 1) * length for (length, _), count in uses.items())
     weights = sum(item.weights_bytes for items in own for item in items) - shared
-    values = max(sum(item.peak_bytes - item.weights_bytes for item in items) for items in own)
+    values = join(sum(item.peak_bytes - item.weights_bytes for item in items) for items in own)
     return HeldRecord(weights_bytes=weights, shared_bytes=shared, peak_bytes=weights + values)
 
 
-def fits_together(plans: Sequence[PlanMemory]) -> bool:
-    """Return whether the devices of some plans have room for what they hold together.
+def fits_together(plans: Sequence[PlanMemory], join: Callable[..., int] = max) -> bool:
+    """Return whether the devices of some plans have room for what they hold together, as `hold_on` has it.
 
     Devices that share processors share the memory of these: `cpu:0-1` has that of `cpu:0` and of `cpu:1`. A pool holds
     what is on its devices, and on others with their processors.
     """
-    devices, held = {device.id: device for plan in plans for device in plan.target.devices}, hold_together(plans)
-    every, sizes = Target(tuple(devices.values())), np.array([held[name].peak_bytes for name in devices])
-    limits = np.array([device.memory_bytes for device in every.devices])
-    for pool in (pool for plan in plans for pool in plan.target.pools):
-        members = every.conflicts[[every.position(name) for name in pool.devices]].any(axis=0)
-        if sizes[members].sum() > pool.memory_bytes:
-            return False
+    devices = {device.id: device for plan in plans for device in plan.target.devices}
+    every, limits = Target(tuple(devices.values())), np.array([device.memory_bytes for device in devices.values()])
     # Each processor has the part of its devices' memory; devices may share processors by way of others.
     rooms = (every.processors * np.ceil(limits / every.processors.sum(axis=1))[:, None]).max(axis=0)
     sharing = np.linalg.matrix_power(every.conflicts, len(limits))
-    return bool((sizes <= limits).all() and (sharing @ sizes <= sharing @ every.processors @ rooms).all())
+    pools = [pool for plan in plans for pool in plan.target.pools]
+    pooled = [every.conflicts[[every.position(name) for name in pool.devices]].any(axis=0) for pool in pools]
+    groups = [*np.eye(len(limits), dtype=bool), *sharing, *pooled]
+    most = [*limits, *(sharing @ every.processors @ rooms), *(pool.memory_bytes for pool in pools)]
+    held = (hold_on(set(compress(devices, group)), plans, join).peak_bytes for group in groups)
+    return all(size <= limit for size, limit in zip(held, most))

@@ -20,7 +20,7 @@ import numpy as np
 
 from onnxplace.bundle.bundle import Bundle
 from onnxplace.bundle.manifest import InputRecord, OutputRecord, SizeRecord
-from onnxplace.bundle.split_states import SplitStates
+from onnxplace.bundle.split_states import COPIED_BYTES_PER_SECOND, SplitStates
 from onnxplace.driver.candidates import Candidate, PredictedStep, predict_elsewhere
 from onnxplace.driver.join_plans import join_plans
 from onnxplace.driver.plan_memory import PlanMemory, fits_together, hold_together
@@ -46,9 +46,6 @@ MIN_PLAN_GAIN = 0.04
 MAX_SETS = 10_000
 # Sizes that are tried between two that take different plans: each halves the range in which the other one takes over.
 MAX_HALVINGS = 3
-# States that move between plans are read and written in the host's memory, each at this rate.
-COPIED_BYTES_PER_SECOND = 4e9
-
 
 _Homes = Mapping[str, tuple[Device, int]]
 
@@ -163,15 +160,15 @@ def join_sizes(
     plans = [item for index, item in enumerate(compiled) if keys[index] not in keys[:index]]
     bundles = [item.bundle for item in plans]
     weights = np.array([item.weight for item in sized])
-    if len(plans) > 1 and measures:
-        measures = find_trial_obstacle(*bundles) is None
+    measures = measures and (len(plans) == 1 or find_trial_obstacle(*bundles) is None)
+    seed = compiled[0].candidate.profiled.seed
     own = np.array([[key == other for other in keys] for key in dict.fromkeys(keys)])
     predicted = [[predict_elsewhere(item.candidate, size.candidate.profiled) for size in compiled] for item in plans]
     # Plans that are the same are kept once; at each of their sizes, the step is that of the one compiled for it.
     known = np.array([item.bundle.manifest.step_seconds for item in compiled])
     steps = np.where(own, known, np.array([[step.seconds for step in row] for row in predicted]))
     if measures:
-        measured = [_measure(bundles, size.model.feeds(0), is_rate) for size in sized]
+        measured = [_measure(bundles, size.model.feeds(seed), is_rate) for size in sized]
         steps = np.where(np.isfinite(steps), np.stack(measured, axis=1), math.inf)
     # A device that needs static shapes leaves other sizes to the host, of which a prediction knows nothing.
     static = np.array([any(segment.static for segment in bundle.manifest.segments) for bundle in bundles])
@@ -197,12 +194,13 @@ def join_sizes(
     used = [bundles[index] for index in first]
     records = [_record(item.model.dimensions, steps[first, index], item.weight) for index, item in enumerate(sized)]
     if measures and len(used) > 1:
-        records += _measure_between(used, records, sized[0], is_rate)
+        records += _measure_between(used, records, sized[0], is_rate, seed)
     note = _describe_choice(records[: len(sized)], len(first))
     kept = plans[first[0]]
     diagnostics = (*_list_notes([item for index in first for item in plans[index].diagnostics], used), note)
     updates: dict[str, Any] = {"diagnostics": (*_list_notes(kept.bundle.manifest.diagnostics, used), note)}
-    updates["held"] = hold_together(chosen.hold(memory, predicted))
+    together = chosen.hold(memory, predicted)
+    updates |= {"held": hold_together(together), "plans_overlap": fits_together(together, sum)}
     if len(used) == 1:
         manifest = used[0].manifest.model_copy(update={**updates, "sizes": tuple(records)})
         return replace(kept, bundle=replace_manifest(used[0], manifest), diagnostics=diagnostics)
@@ -266,7 +264,7 @@ def _record(sizes: Mapping[str, int], seconds: Floats, weight: float = 0.0) -> S
 
 
 def _measure_between(
-    bundles: Sequence[Bundle], records: Sequence[SizeRecord], sized: SizedModel, is_rate: bool
+    bundles: Sequence[Bundle], records: Sequence[SizeRecord], sized: SizedModel, is_rate: bool, seed: int
 ) -> list[SizeRecord]:
     """Return sizes between those that take different plans, near the one at which the other plan takes over."""
     found = list[SizeRecord]()
@@ -278,7 +276,7 @@ def _measure_between(
                 break
             try:
                 model = bind(sized.model, middle, {})
-                record = _record(model.dimensions, _measure(bundles, model.feeds(0), is_rate))
+                record = _record(model.dimensions, _measure(bundles, model.feeds(seed), is_rate))
             except OnnxplaceError:  # not every size is one of the model
                 break
             found.append(record)

@@ -129,7 +129,7 @@ class CompileSettings:
     def may_stream(self) -> bool:
         """Return whether weights may stream: one request at a time, over whole operators, placed by no one else."""
         is_open = self.pipeline is None and self.has_default_placer and self.shard_ways in (None, 1)
-        return is_open and self.objective in ("latency", "fit") and self.stream != "off"
+        return is_open and self.objective not in ("throughput", "step") and self.stream != "off"
 
     @property
     def sets_pass_options(self) -> bool:

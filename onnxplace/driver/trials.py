@@ -124,9 +124,7 @@ class _Trials:
     """Runs bundles of one model with the same inputs."""
 
     def __init__(self, first: Candidate, staging: Staging, cache: bool, *, thorough: bool) -> None:
-        # The seed of the inputs that costs were measured with.
-        profile = next((step for step in first.profiled.front if Profile in step.provides), None)
-        self._feeds: Mapping[str, Array] = first.unsharded[Model].feeds(getattr(profile, "seed", 0))
+        self._feeds: Mapping[str, Array] = first.unsharded[Model].feeds(first.profiled.seed)
         self._staging, self._cache, self._thorough = staging, cache, thorough
         self.has_compared_one_device = False
         """Whether the faster one of several devices and one was kept, as their turns had it."""
@@ -187,8 +185,7 @@ class _Trials:
         return candidate.with_notes(*notes, *filter(None, [doubt or contradiction])), trial
 
     def _run_trial(self, bundle: Bundle, cached: bool) -> Trial:
-        (trial,) = run_trials([bundle], self._feeds, cached=cached, thorough=self._thorough, plain=True)
-        return trial
+        return run_trials([bundle], self._feeds, cached=cached, thorough=self._thorough, plain=True)[0]
 
     def _keep_fastest(
         self, candidates: Sequence[Candidate], comparison: Comparison

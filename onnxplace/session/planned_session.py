@@ -29,7 +29,7 @@ from functools import partial
 from typing import Any
 
 from onnxplace.bundle.bundle import Bundle
-from onnxplace.bundle.split_states import SplitStates
+from onnxplace.bundle.split_states import COPIED_BYTES_PER_SECOND, SplitStates
 from onnxplace.errors import Diagnostic, ExecutionError, FeedError, NoteWarning, OnnxplaceError, RunTimeoutError
 from onnxplace.feeds.dimensions import dimensions_of_feeds, drop_derived_sizes
 from onnxplace.runtime import interface
@@ -43,8 +43,6 @@ from onnxplace.utils.threads import call_guarded, start_thread
 Feeds = Mapping[str, Any]
 Names = Collection[str]
 
-# Until a move was measured, states are taken to be read and written at this rate.
-MOVED_BYTES_PER_SECOND = 2e9
 # More sizes, such as one for each length of a mask, are forgotten.
 MAX_KNOWN_SIZES = 4096
 # Time at the end of a session for a plan that is being opened.
@@ -123,12 +121,13 @@ class OpenPlans:
         self.is_split, self.max_in_flight = any(self.splits), max_in_flight
         self.state_names = {item.input for item in manifest.states}
         self.line, self.conversation_numbers = Line(), itertools.count(1)
-        self.is_roomy = _holds_all_values(self._bundles)
+        self.is_roomy = manifest.plans_overlap
         """Whether requests of all plans may be in flight at once."""
         self._table, self._sizes = StepTable(manifest.sizes), dict[tuple[Any, ...], SizeSteps]()
         values = {item.value for item in manifest.outputs if item.name in {state.output for state in manifest.states}}
         stored = sum(item.bytes for name, item in manifest.values.items() if name in values)
-        self.move_seconds = stored / MOVED_BYTES_PER_SECOND
+        self.move_seconds = 2 * stored / COPIED_BYTES_PER_SECOND
+        """What a move is taken to cost, until one was measured."""
         # Plans that are opened later have the libraries of operators that are in use now.
         self._context, self._lock = copy_context(), threading.Lock()
         self._context.run(shared_turns.set, TurnQueue())
@@ -219,14 +218,6 @@ class OpenPlans:
             if not self.is_ended and getattr(failure, "code", "") != "X006":
                 message = f"plan {plan} cannot be opened, and others run its requests: {failure}"
                 call_guarded(warnings.warn, NoteWarning(Diagnostic("X018", message, where=self._where)))
-
-
-def _holds_all_values(bundles: Sequence[Bundle]) -> bool:
-    """Return whether the devices hold the weights and the values of all plans at once."""
-    room: dict[str, int] = {}
-    for device in (device for bundle in bundles for device in bundle.manifest.devices):
-        room[device.id] = room.get(device.id, device.limit_bytes) - device.peak_bytes
-    return min(room.values(), default=0) >= 0
 
 
 class PlannedFuture(ResultFuture):

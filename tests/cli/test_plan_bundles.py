@@ -12,7 +12,10 @@ import pytest
 import onnxplace
 from onnxplace.bundle.bundle import MANIFEST_FILE
 from onnxplace.bundle.bundle_routes import list_route_devices
+from onnxplace.driver import plan_sets
 from onnxplace.measure.step_inputs import choose_step_inputs, list_switches
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind
 from onnxplace.reports.text import compile_summary
 from tests.conftest import branches
 from tests.support.chains import cached_decoder
@@ -90,6 +93,33 @@ def test_compile_of_several_sizes_repeats_no_note_and_calls_no_device_idle_that_
         assert len(texts) == len(set(texts))
         assert not [note for note in notes if note["code"] == "P010" and note["where"] in used]
         assert [note["code"] for note in notes].count("P047") == 1
+
+
+@pytest.mark.parametrize("sizes", [(), ("--shape", "batch=4")])
+def test_the_worst_ratio_of_one_size_is_refused_before_any_work(sizes, run_cli, model_file):
+    result = run_cli("compile", model_file, *sizes, "--objective", "worst-ratio", "-o", "a.bundle")
+    assert result.code == 2
+    assert "error[U042] --objective: worst-ratio compares several sizes" in result.err
+    assert "repeat --shape" in result.err
+    assert not Path("a.bundle").exists()
+
+
+def test_the_worst_ratio_of_several_sizes_goes_with_weights_that_stream(run_cli, model_file):
+    sizes = ("--shape", "batch=4", "--shape", "batch=64", "--objective", "worst-ratio", "--stream", "always")
+    result = run_cli("compile", model_file, *sizes, "--no-trial", "--devices", "cpu:0,cpu:1", "-o", "a.bundle")
+    assert "excludes --stream off" not in result.err, result
+
+
+@pytest.mark.parametrize("by_pipeline", [False, True])
+def test_plans_are_tried_with_inputs_of_the_seed(by_pipeline, model_file, monkeypatch):
+    fed = []
+    monkeypatch.setattr(plan_sets, "_measure", lambda plans, feeds, _: fed.append(feeds) or np.ones(len(plans)))
+    pipeline = "optimize,profile{estimate=true,seed=7},coplace,single,split,emit"
+    options = {"pipeline": pipeline} if by_pipeline else {"seed": 7, "effort": "low", "placer": "single"}
+    onnxplace.compile(model_file, "a.bundle", shape=[{"batch": 4}, {"batch": 64}], devices="cpu:0", **options)
+    for size, feeds in zip((4, 64), fed, strict=True):
+        expected = bind(load(model_file), {"batch": size}, {}).feeds(7)
+        np.testing.assert_equal(feeds, expected)
 
 
 # --------------------------------------------------------------------------------------------------------------- bench

@@ -9,6 +9,7 @@ from hypothesis import given, settings, strategies as st
 from onnx import numpy_helper, parser
 
 import onnxplace
+from onnxplace.bundle.split_states import COPIED_BYTES_PER_SECOND
 from onnxplace.driver.candidates import (
     Candidate,
     Profiled,
@@ -19,7 +20,7 @@ from onnxplace.driver.candidates import (
     predict_elsewhere,
 )
 from onnxplace.driver.choose import list_sharded, list_simple
-from onnxplace.driver.plan_sets import COPIED_BYTES_PER_SECOND, predict_moves, rank_sets
+from onnxplace.driver.plan_sets import predict_moves, rank_sets
 from onnxplace.facts import Placement
 from onnxplace.model.loading import load
 from onnxplace.model.lowering import bind

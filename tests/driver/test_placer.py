@@ -142,6 +142,9 @@ def test_the_command_searches_within_its_budget_and_reports_its_trials(run_cli, 
     result = run_cli("place", tmp_path / "g.json", "--objective", "throughput", "--placer", "m-etf")
     assert result.code == 2
     assert "U042" in result.err
+    result = run_cli("place", tmp_path / "g.json", "--objective", "worst-ratio")
+    assert result.code == 2
+    assert "error[U042] --objective: worst-ratio compares sizes of a model" in result.err
 
 
 def test_the_objective_fit_uses_as_few_devices_as_needed():

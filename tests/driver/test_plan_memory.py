@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper, save
 import onnxplace
 from onnxplace.bundle.manifest import HOST, DeviceRecord, SizeRecord
 from onnxplace.driver.join_plans import join_plans
-from onnxplace.driver.plan_memory import PlanMemory, fits_together, hold_together
+from onnxplace.driver.plan_memory import PlanMemory, fits_together, hold_on, hold_together
 from onnxplace.feeds.synthetic import random_feeds
 from onnxplace.measure.memory_use import can_measure_memory, measure_memory
 from onnxplace.measure.trial import count_process_bytes
@@ -98,6 +98,23 @@ def test_a_pool_holds_what_is_on_its_devices_and_on_their_processors():
     assert not fits_together([pooled, make_plan({"cpu:0": (41, 0)}, FIRST)])
     assert not fits_together([pooled, make_plan({"cpu:0-1": (41, 0)}, BOTH)])
     assert fits_together([pooled, make_plan({"cpu:1": (100, 0)}, SECOND)])
+
+
+@pytest.mark.parametrize(
+    ("values", "fits", "overlap"), [(30, True, True), (31, True, False), (80, True, False), (81, False, False)]
+)
+def test_devices_of_one_processor_have_room_for_the_values_of_one_plan_or_of_all(values, fits, overlap):
+    """`cpu:0` and `cpu:0-1` have 200 bytes together, of which weights take 120, and values of the first plan 50."""
+    plans = [make_plan({"cpu:0": (40, 50)}, FIRST), make_plan({"cpu:0-1": (80, values)}, SECOND, BOTH)]
+    assert (fits_together(plans), fits_together(plans, sum)) == (fits, overlap)
+
+
+def test_plans_of_a_pool_have_room_for_the_values_of_one_or_of_all():
+    npu = Device("cuda:0", 100, model="G")
+    pool = Pool(("cpu:0", "cuda:0"), 100)
+    plans = [make_plan({name: (20, 50)}, FIRST, npu, pools=[pool]) for name in ("cpu:0", "cuda:0")]
+    assert (fits_together(plans), fits_together(plans, sum)) == (True, False)
+    assert (hold_on(pool.devices, plans).peak_bytes, hold_on(pool.devices, plans, sum).peak_bytes) == (90, 140)
 
 
 SIZES = st.integers(0, 120)
@@ -216,6 +233,22 @@ def test_bench_compares_the_memory_of_all_plans(bundle, run_cli):
     assert row[3:5] == ["-", "-"]
     assert row[6::2] == ["MiB", "MiB"]
     assert float(row[5]) == pytest.approx(float(row[7]), rel=0.1)
+
+
+@pytest.mark.parametrize(("spare", "overlap"), [(0, False), (1, True)])
+def test_compile_says_whether_requests_of_different_plans_may_overlap(spare, overlap, model_file, tmp_path):
+    """The processors have room for the weights of both plans and the values of the larger one, or also of the other."""
+    options = {"shape": [{"rows": 1}, {"rows": ROWS}], "fixed_sizes": True, "placer": "single", "effort": "low"}
+    options |= {"devices": "cpu:0,cpu:0-1", "trial": False, "force": True}
+    planned = onnxplace.compile(model_file, tmp_path / "b", **options)
+    used = [(item, plan) for plan in planned.plans for item in plan.manifest.devices if item.nodes]
+    assert [item.id for item, _ in used] == ["cpu:0", "cpu:0-1"]
+    weights = planned.manifest.held[HOST].weights_bytes
+    small, large = (item.peak_bytes - item.weights_bytes for item, _ in used)
+    limit = weights + large + spare * small
+    limited = onnxplace.compile(model_file, tmp_path / "b", max_memory=f"cpu:0={limit // 2},cpu:0-1={limit}", **options)
+    assert [item.id for plan in limited.plans for item in plan.manifest.devices if item.nodes] == ["cpu:0", "cpu:0-1"]
+    assert limited.manifest.plans_overlap is overlap
 
 
 @pytest.mark.parametrize("options", [(), ("--link-weights",)])

@@ -15,6 +15,7 @@ from functools import partial
 import numpy as np
 import onnxruntime
 import pytest
+from onnx import parser
 
 import onnxplace
 from onnxplace import Batching
@@ -32,14 +33,17 @@ from tests.support.planned import (
     ENDLESS,
     LARGE,
     PLAIN,
+    ROWS,
     SMALL,
     START,
     TURNED,
     Totals,
     feed,
     feed_rows,
+    join_maps,
     join_rows,
     join_totals,
+    records,
 )
 
 
@@ -501,19 +505,7 @@ def test_a_plan_whose_worker_died_is_left_to_others(rows):
 
 def limit_memory(bundle):
     """Return a bundle whose devices hold the values of one plan only."""
-    manifests = [plan.manifest for plan in bundle.plans]
-    weights = {
-        name: sum(item.weights_bytes for manifest in manifests for item in manifest.devices if item.id == name)
-        for name in ("cpu:0", "cpu:1")
-    }
-    values = {
-        name: max(item.peak_bytes - item.weights_bytes for m in manifests for item in m.devices if item.id == name)
-        for name in weights
-    }
-    devices = [
-        item.model_copy(update={"limit_bytes": weights[item.id] + values[item.id]}) for item in bundle.manifest.devices
-    ]
-    return replace(bundle, manifest=bundle.manifest.model_copy(update={"devices": tuple(devices)}))
+    return replace(bundle, manifest=bundle.manifest.model_copy(update={"plans_overlap": False}))
 
 
 def test_requests_of_different_plans_wait_where_memory_holds_the_values_of_one(rows):
@@ -542,6 +534,29 @@ def test_requests_of_different_plans_overlap_where_memory_holds_both(rows):
         wait_until(lambda: len(session._session._plans.line._tickets) == 2)
         session.cancel(first)
         assert other.result(HUNG_SECONDS).plan == 1
+
+
+def compile_spanning(folder, memory=None):
+    """Return a bundle with a plan on `cpu:0`, and one on `cpu:0-1`, whose memory is also that of `cpu:0`."""
+    limits = memory and {"max_memory": f"cpu:0={memory},cpu:0-1={memory}"}
+    maps = [{".*": name} for name in ("cpu:0", "cpu:0-1")]
+    devices = {"devices": ("cpu:0", "cpu:0-1")}
+    return join_maps(folder, parser.parse_model(ROWS), "batch", records("batch"), *maps, **devices, **(limits or {}))
+
+
+def test_plans_that_share_a_processor_do_not_overlap_where_its_memory_holds_the_values_of_one(tmp_path):
+    roomy = compile_spanning(tmp_path / "roomy")
+    peaks = [sum(item.peak_bytes for item in plan.manifest.devices) for plan in roomy.plans]
+    # One of the two processors has these bytes, and the other one half of them.
+    bundle = compile_spanning(tmp_path / "full", memory=round(1.1 * max(peaks)))
+    assert (roomy.manifest.plans_overlap, bundle.manifest.plans_overlap) == (True, False)
+    assert [item.id for plan in bundle.plans for item in plan.manifest.devices if item.nodes] == ["cpu:0", "cpu:0-1"]
+    with onnxplace.InferenceSession(bundle, warmup=True) as session:
+        first = session.submit(feed_rows(SMALL, limit=ENDLESS))
+        with pytest.raises(RunTimeoutError, match="requests of another plan"):
+            session.run(None, feed_rows(LARGE), timeout=0.05)
+        session.cancel(first)
+        assert session.run_timed(feed_rows(LARGE)).plan == 1
 
 
 def test_requests_in_flight_are_bounded_over_all_plans(rows):

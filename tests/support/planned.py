@@ -10,6 +10,7 @@ from onnx import ModelProto, parser
 import onnxplace
 from onnxplace.bundle.manifest import SizeRecord
 from onnxplace.driver.join_plans import join_plans
+from onnxplace.driver.plan_memory import PlanMemory, fits_together
 
 # `total` adds up, `log` grows. `pick` may name what is not there, so that a run can fail; `limit` may be endless.
 TOTALS = """
@@ -85,18 +86,18 @@ def join_maps(
         file.write_text(json.dumps(device_map))
         coplace = f"coplace{{join=never,device_map={json.dumps(str(file))}}}"
         pipeline = f"optimize,profile{{estimate=true}},{coplace},m-etf,split,emit"
-        shape = {dimension: LARGE, **({"m": 4} if options else {})}
+        shape = {dimension: LARGE, **({"m": 4} if "state" in options else {})}
         bundles.append(
             onnxplace.compile(
                 folder / "model.onnx",
                 folder / f"bundle{number}",
-                devices=("cpu:0", "cpu:1"),
                 shape=shape,
                 pipeline=pipeline,
-                **options,
+                **{"devices": ("cpu:0", "cpu:1"), **options},
             )
         )
-    return onnxplace.load(join_plans(bundles, {}, sizes).path)
+    has_room = fits_together([PlanMemory.of(item) for item in bundles], sum)
+    return onnxplace.load(join_plans(bundles, {"plans_overlap": has_room}, sizes).path)
 
 
 def join_totals(folder: Path, *maps: dict[str, str], factor: float = 1e6) -> onnxplace.Bundle:

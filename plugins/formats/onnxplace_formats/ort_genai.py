@@ -1,6 +1,7 @@
 """Export a bundle of a decoder for ONNX Runtime GenAI: its stages, and a genai_config.json with their pipeline.
 
-Of a bundle with several plans, the pipeline has the stages of two: one plan for prompts, one for single tokens.
+Of a bundle with several plans, the pipeline has the stages of two: one plan for prompts, one for single tokens. What
+GenAI accepts is what its src/config.cpp reads, which refuses unknown fields, and its src/*/session_options.cpp.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from onnxplace.bundle.manifest import Manifest
 from onnxplace.errors import Diagnostic, InputError, UsageError, format_count, format_names, format_value
 from onnxplace.export.exporting import note_routes, require_one_host
 from onnxplace.export.segment_models import BundleModels, SegmentModel, write_segment_files
+from onnxplace.target.device_kinds import list_provider_options
+from onnxplace.target.kind_table import find_kind
+from onnxplace.target.plugin_providers import has_library, load_provider
 from onnxplace.target.target import Device
 from onnxplace.utils.files import format_path, read_json
 
@@ -39,6 +43,30 @@ OUTPUT_NAMES = {
 }
 
 
+@dataclass(frozen=True)
+class GenaiProvider:
+    """How GenAI knows an execution provider, and how it chooses among its devices."""
+
+    name: str
+    index_option: str = ""
+    """The option that has the index of the device."""
+    filters_devices: bool = False
+    """Whether `device_filtering_options` choose, among the devices that the provider's library lists."""
+
+
+# By the first part of the names of kinds. GenAI's TensorRT RTX sets profiles of the whole model's inputs in each stage.
+PROVIDERS = {
+    "cuda": GenaiProvider("cuda", index_option="device_id"),
+    "directml": GenaiProvider("DML", index_option="device_index"),
+    "openvino": GenaiProvider("OpenVINO"),  # by OpenVINO's own name of the device
+    "qnn": GenaiProvider("QNN", filters_devices=True),
+    "vitisai": GenaiProvider("VitisAI", filters_devices=True),
+    "webgpu": GenaiProvider("WebGPU", filters_devices=True),
+}
+# GenAI reads it as a number.
+UNREADABLE_OPTIONS = ("arena_extend_strategy",)
+
+
 def write_genai_model(models: BundleModels, folder: Path, *, config: Path | None = None) -> tuple[Diagnostic, ...]:
     """Write a file for each stage, and the configuration of the whole model with their pipeline.
 
@@ -59,13 +87,15 @@ def write_genai_model(models: BundleModels, folder: Path, *, config: Path | None
     phases = list_phases(models, whole["model"]["decoder"])
     for phase in phases:
         require_decoder(phase.models.manifest, whole["model"]["decoder"], format_path(config))
+    require_open_sizes(phases, whole)
     cache = require_one_cache(phases)
     rows = [(phase, phase.prefix + segment.record.id, segment) for phase in phases for segment in phase.models.segments]
     write_segment_files(folder, [(f"{name}.onnx", phase.models, segment) for phase, name, segment in rows])
     stages = {name: describe_stage(segment, f"{name}.onnx", phase) for phase, name, segment in rows}
-    configured = replace_decoder(whole, stages, list_provider_options(cache) if cache else [])
+    configured = replace_decoder(whole, stages, describe_providers(cache) if cache else [])
     (folder / CONFIG_FILE).write_text(json.dumps(configured, indent=4) + "\n", encoding="utf-8")
-    return (*note_routes(models.manifest, "ort-genai"), *_note_other_plans(models.manifest, phases))
+    notes = (*_note_other_plans(models.manifest, phases), *_note_copied_caches(phases), *_note_open_sizes(phases))
+    return (*note_routes(models.manifest, "ort-genai"), *notes)
 
 
 @dataclass(frozen=True)
@@ -196,35 +226,80 @@ def expand_names(names: Mapping[str, Any], layers: int) -> dict[str, str]:
     return expanded
 
 
+def require_open_sizes(phases: Sequence[Phase], config: Mapping[str, Any]) -> None:
+    """Raise InputError for a plan of fixed sizes: GenAI's prompts have any length, and its cache grows.
+
+    A cache that GenAI allocates once, `past_present_share_buffer`, does not grow.
+    """
+    names = {**INPUT_NAMES, **config["model"]["decoder"].get("inputs", {})}
+    search = config.get("search")
+    grows = not (isinstance(search, dict) and search.get("past_present_share_buffer"))
+    expanded = expand_names(names, config["model"]["decoder"]["num_hidden_layers"])
+    pasts = {name for key, name in expanded.items() if key.startswith("past_") and " " in key}
+    for phase in phases:
+        shapes = {item.name: item.shape or () for item in phase.models.manifest.inputs}
+        lengths = [size for size in shapes.get(names["input_ids"], ())[-1:] if isinstance(size, int)]
+        fixed = [names["input_ids"] for length in lengths if phase.runs_prompts or length > 1]
+        if grows:
+            fixed += [name for name in sorted(pasts & shapes.keys()) if _is_fixed(shapes[name])]
+        if fixed:
+            message = f"the input {fixed[0]!r} has the fixed sizes {list(shapes[fixed[0]])}, and GenAI feeds others"
+            raise InputError("I018", message, where="--to ort-genai", hint="compile without --fixed-sizes")
+
+
+def _is_fixed(shape: Sequence[int | str | None]) -> bool:
+    return bool(shape) and all(isinstance(size, int) for size in shape)
+
+
 def require_one_cache(phases: Sequence[Phase]) -> Device | None:
-    """Return the device where GenAI keeps the cache: a GPU, or None for the CPU.
+    """Return the device where GenAI keeps the cache: a GPU by CUDA, or None for the host's memory.
 
-    GenAI keeps inputs, outputs and the cache on one device, and passes all other values through the host. The cache is
-    where single tokens are computed. Stages on other devices get and return it only if it is in the host's memory, with
-    a copy in each call, which prompts bear and tokens do not.
+    GenAI keeps inputs, outputs and the cache in one place, and passes all other values through the host. The cache is
+    where single tokens are computed. Stages on other devices get and return it only if it is in the host's memory.
 
-    Raises InputError unless all stages of tokens with inputs or outputs of the model share the device of the cache, and
+    Raises InputError unless all stages of tokens with inputs or outputs of the model share the place of the cache, and
     the stages of prompts reach it.
     """
     *prompts, tokens = [_list_outer_devices(phase.models) for phase in phases]
-    places = {None if device.kind == "cpu" else device.id: device for device in tokens}
-    other = [device for device in tokens if device.kind not in ("cpu", "cuda")]
-    if len(places) > 1 or other:
+    places = {device.id if device.kind == "cuda" else None: device for device in tokens}
+    if len(places) > 1:
         names = format_names(device.id for device in tokens)
-        message = f"GenAI keeps the cache on one device, the CPU or a GPU; these stages use {names}"
+        message = f"GenAI keeps the cache on one GPU, or in the host's memory; these stages use {names}"
         hint = "compile so that all layers with a cache are on one device, or export --to triton"
         raise InputError("I018", message, where="--to ort-genai", hint=hint)
     cache = next((device for place, device in places.items() if place is not None), None)
     far = [device.id for device in prompts[0] if cache is not None and device.id != cache.id] if prompts else []
-    if far:
-        place = cache.id if cache else "cpu"
+    if cache and far:
         message = (
-            f"GenAI keeps the cache on {place}, where tokens run, and these stages of prompts use {format_names(far)}"
+            f"GenAI keeps the cache on {cache.id}, where tokens run, and these stages of prompts use "
+            f"{format_names(far)}"
         )
         hint = "compile so that tokens run on the CPU, or export one plan: each is a bundle in the bundle's folder"
         raise InputError("I018", message, where="--to ort-genai", hint=hint)
     _require_known_providers(phases)
     return cache
+
+
+def _note_copied_caches(phases: Sequence[Phase]) -> tuple[Diagnostic, ...]:
+    """Return the note that tokens run on devices to which GenAI brings the cache in each call, if there are any."""
+    used = [device for device in _list_outer_devices(phases[-1].models) if device.kind != "cuda"]
+    if not (names := [device.id for device in used if not find_kind(device.kind).has_cores]):
+        return ()
+    message = (
+        "GenAI keeps the cache in the host's memory: each token copies it to a device with its own memory, and back"
+    )
+    hint = "on cuda devices the cache stays where tokens run"
+    return (Diagnostic("I001", message, where=format_names(names, quoted=False), hint=hint),)
+
+
+def _note_open_sizes(phases: Sequence[Phase]) -> tuple[Diagnostic, ...]:
+    """Return the note that providers of fixed sizes leave nodes to the CPU, if there are stages on such devices."""
+    used = {segment.record.device: phase for phase in phases for segment in phase.models.segments}
+    fixed = [name for name, phase in used.items() if find_kind(phase.models.devices[name].kind).needs_static_shapes]
+    if not fixed:
+        return ()
+    message = "its provider takes nodes of fixed sizes only: in GenAI, whose sizes change, the CPU computes the others"
+    return (Diagnostic("I001", message, where=format_names(fixed, quoted=False), hint="compile for another device"),)
 
 
 def _list_outer_devices(models: BundleModels) -> list[Device]:
@@ -240,34 +315,91 @@ def _list_outer_devices(models: BundleModels) -> list[Device]:
 
 
 def _require_known_providers(phases: Sequence[Phase]) -> None:
-    """Raise InputError for a stage on a device whose provider the export cannot name to GenAI."""
-    used = {segment.record.device: phase for phase in phases for segment in phase.models.segments}
-    for name, phase in used.items():
-        if (device := phase.models.devices[name]).kind != "cpu" and not list_provider_options(device):
-            message = f"the export knows no name by which GenAI has the provider of {name}"
-            hint = "compile for cpu, cuda and openvino devices, or export --to stages"
+    """Raise InputError for devices whose provider GenAI does not know, and for several of one that it opens once."""
+    devices = {name: device for phase in phases for name, device in phase.models.devices.items()}
+    used = [devices[name] for name in dict.fromkeys(s.record.device for phase in phases for s in phase.models.segments)]
+    for device in used:
+        if device.kind != "cpu" and _find_family(device) not in PROVIDERS:
+            message = f"the export knows no name by which GenAI has the provider of {device.id}"
+            hint = f"compile for devices of cpu, {', '.join(PROVIDERS)}, or export --to stages"
             raise InputError("I018", message, where="--to ort-genai", hint=hint)
+    adapters = [device.id for device in used if _find_family(device) == "directml"]
+    if len(adapters) > 1:
+        message = f"GenAI opens one adapter by DirectML, and stages use {format_names(adapters)}"
+        raise InputError("I018", message, where="--to ort-genai", hint="compile for one of them")
 
 
-def list_provider_options(device: Device) -> list[dict[str, dict[str, str]]]:
-    """Return the providers of a device with their options, under GenAI's names; none for the CPU.
+def _find_family(device: Device) -> str:
+    return device.kind.partition("/")[0]
 
-    >>> list_provider_options(Device("cuda:1", 1 << 30))
-    [{'cuda': {'device_id': '1'}}]
+
+def describe_providers(device: Device) -> list[dict[str, dict[str, Any]]]:
+    """Return the provider of a device with its options, under GenAI's names; none for the CPU.
+
+    The options are those with which onnxplace runs the device. Raises InputError for a device that GenAI cannot tell
+    from another one.
+
+    >>> describe_providers(Device("cuda:1", 1 << 30))
+    [{'cuda': {'device_id': '1', 'use_tf32': '0'}}]
+    >>> describe_providers(Device("vitisai/npu:0", 1 << 30))
+    [{'VitisAI': {'device_filtering_options': {'hardware_device_type': 'NPU'}}}]
     """
-    if device.kind == "cuda":
-        return [{"cuda": {"device_id": str(device.address.index)}}]
-    provider, _, kind = device.kind.partition("/")
-    if provider == "openvino":
-        return [{"OpenVINO": {"device_type": kind.removeprefix("i").upper()}}]
-    return []
+    if device.kind == "cpu":
+        return []
+    family, address = PROVIDERS[_find_family(device)], device.address
+    ((_, own),) = find_kind(device.kind).list_providers(address)[-1:]
+    options: dict[str, Any] = {**own, **list_provider_options(device.options)}
+    options = {name: value for name, value in options.items() if name not in (*UNREADABLE_OPTIONS, "device_id")}
+    if family.index_option:
+        options = {family.index_option: str(address.index), **options}
+    if _find_family(device) == "openvino":
+        options = {"device_type": _name_openvino_device(device), **options}
+    if family.filters_devices and "/" in device.kind:
+        options["device_filtering_options"] = _describe_hardware(device)
+    return [{family.name: options}]
+
+
+def _list_present(device: Device) -> Sequence[Any]:
+    """Return what the provider's library lists here of a device's type, as OrtEpDevice; nothing without the device."""
+    family, _, kind = device.kind.partition("/")
+    present = load_provider(family).devices.get(kind, ()) if has_library(family) else ()
+    return present if device.address.index < len(present) else ()
+
+
+def _name_openvino_device(device: Device) -> str:
+    """Return OpenVINO's name of a device: as it is called here, or else by type and index, such as `GPU.1`."""
+    index, kind = device.address.index, device.kind.partition("/")[2]
+    usual = kind.removeprefix("i").upper() + (f".{index}" if index else "")
+    if kind == "cpu":
+        return "CPU"
+    present = _list_present(device)
+    return str(dict(present[index].ep_metadata).get("ov_device", usual)) if present else usual
+
+
+def _describe_hardware(device: Device) -> dict[str, str | int]:
+    """Return what GenAI filters a provider's devices by: their type, and among several here their PCI numbers.
+
+    Raises InputError for a further device that is not here, or that has the numbers of one before it.
+    """
+    index, present = device.address.index, [item.device for item in _list_present(device)]
+    if not present and index == 0:
+        return {"hardware_device_type": device.kind.partition("/")[2].removeprefix("i").upper()}
+    numbers = [(item.device_id, item.vendor_id) for item in present]
+    if not present or numbers[index] in numbers[:index]:
+        message = f"GenAI finds {device.id} by its PCI number alone, which "
+        message += "another device here has, too" if present else "is unknown where its provider does not list it"
+        hint = "export on the machine that has it, or compile for the first device of its type"
+        raise InputError("I018", message, where="--to ort-genai", hint=hint)
+    number, vendor = numbers[index]
+    several = {"hardware_device_id": number, "hardware_vendor_id": vendor} if len(set(numbers)) > 1 else {}
+    return {"hardware_device_type": present[index].type.name, **several}
 
 
 def describe_stage(segment: SegmentModel, file: str, phase: Phase) -> dict[str, Any]:
     """Return the entry of a stage in the pipeline."""
     device = phase.models.devices[segment.record.device]
-    options: dict[str, Any] = {"provider_options": list_provider_options(device)}
-    if device.kind == "cpu":
+    options: dict[str, Any] = {"provider_options": describe_providers(device)}
+    if device.has_cores:
         options["intra_op_num_threads"] = device.cores
     return {
         "filename": file,

@@ -1,7 +1,10 @@
 """`export --to ort-genai`: ONNX Runtime GenAI generates the same tokens with the stages as with the whole model."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -13,8 +16,11 @@ from onnxplace.bundle.manifest import SizeRecord
 from onnxplace.driver.compile import compile_model
 from onnxplace.driver.join_plans import join_plans
 from onnxplace.export.exporting import ExportOptions, export_bundle
+from onnxplace.export.segment_models import BundleModels
+from onnxplace.target.plugin_providers import LoadedProvider
 from onnxplace.target.target import Device, Target
-from onnxplace_formats.ort_genai import choose_phase_plans
+from onnxplace_formats import ort_genai
+from onnxplace_formats.ort_genai import Phase, choose_phase_plans, describe_providers, require_open_sizes
 from tests.support.chains import mlp
 
 TOKENS = [3, 1, 4, 1, 5]
@@ -145,7 +151,7 @@ def test_layers_on_two_gpus_are_refused(tmp_path):
         shape={"batch": 1, "seq": 3, "past": 5},
         pipeline=f"optimize,profile{{estimate=true}},coplace{{device_map={device_map}}},m-etf,split,emit",
     ).bundle  # fmt: skip
-    with pytest.raises(onnxplace.InputError, match=r"I018.*cache on one device.*'cuda:0', 'cuda:1'"):
+    with pytest.raises(onnxplace.InputError, match=r"I018.*cache on one GPU, or in.*'cuda:0', 'cuda:1'"):
         export_bundle(bundle, "ort-genai", tmp_path / "out", options=ExportOptions(config=write_config(tmp_path)))
 
 
@@ -204,7 +210,8 @@ def test_prompts_and_tokens_run_the_stages_of_their_plans(tmp_path):
 def test_prompts_on_another_device_share_the_cache_in_the_memory_of_the_host(tmp_path):
     stages = export_phases(compile_phases(tmp_path, ("cpu:0",), ("cuda:0",)), tmp_path)
     assert stages[""]["session_options"] == {"provider_options": []}, "where GenAI keeps the cache"
-    assert stages["prompt-cuda0-000"]["session_options"] == {"provider_options": [{"cuda": {"device_id": "0"}}]}
+    cuda = {"device_id": "0", "use_tf32": "0"}
+    assert stages["prompt-cuda0-000"]["session_options"] == {"provider_options": [{"cuda": cuda}]}
     assert stages["token-cpu0-000"]["session_options"] == {"provider_options": [], "intra_op_num_threads": 1}
 
 
@@ -216,16 +223,192 @@ def test_a_cache_on_a_gpu_needs_both_phases_there(tmp_path):
     assert [name for name in stages if name] == ["cpu0-000"], "a plan is a bundle of its own"
 
 
-def test_npus_are_named_as_genai_names_them(tmp_path):
-    stages = export_phases(compile_phases(tmp_path, ("cpu:0",), ("openvino/npu:0",)), tmp_path)
+def list_prompt_options(bundle: Bundle, folder: Path) -> dict[str, object]:
+    """Return the session options of the one stage for prompts."""
+    stages = export_phases(bundle, folder)
     (prompt,) = [stage for name, stage in stages.items() if name.startswith("prompt-")]
-    assert prompt["session_options"] == {"provider_options": [{"OpenVINO": {"device_type": "NPU"}}]}
+    return prompt["session_options"]
+
+
+GPU_ENTRIES = '{"GPU": {"INFERENCE_PRECISION_HINT": "f32"}}'
+
+
+@pytest.mark.parametrize(
+    ("device", "provider"),
+    [
+        ("openvino/npu:0", {"OpenVINO": {"device_type": "NPU"}}),
+        ("openvino/gpu:1", {"OpenVINO": {"device_type": "GPU.1", "load_config": GPU_ENTRIES}}),
+        ("vitisai/npu:0", {"VitisAI": {"device_filtering_options": {"hardware_device_type": "NPU"}}}),
+        ("webgpu:0", {"WebGPU": {}}),
+        ("webgpu/gpu:0", {"WebGPU": {"device_filtering_options": {"hardware_device_type": "GPU"}}}),
+        ("directml/gpu:0", {"DML": {"device_index": "0"}}),
+    ],
+)
+def test_providers_have_the_names_and_options_of_genai(device, provider, tmp_path, monkeypatch):
+    monkeypatch.setattr(ort_genai, "has_library", lambda _: False)
+    assert list_prompt_options(compile_phases(tmp_path, ("cpu:0",), (device,)), tmp_path) == {
+        "provider_options": [provider]
+    }
+
+
+def test_options_that_the_user_gives_a_device_are_those_of_its_stage():
+    device = Device("openvino/npu:0", 1 << 30, options={"option.cache_dir": "blobs"})
+    assert describe_providers(device) == [{"OpenVINO": {"device_type": "NPU", "cache_dir": "blobs"}}]
+
+
+class Listed(SimpleNamespace):
+    """What ONNX Runtime lists of a provider: a device with its PCI numbers, and OpenVINO's name of it."""
+
+    @classmethod
+    def of(cls, number: int, name: str = "", kind: str = "NPU") -> "Listed":
+        hardware = SimpleNamespace(device_id=number, vendor_id=7, type=SimpleNamespace(name=kind))
+        return cls(device=hardware, ep_metadata={"ov_device": name} if name else {})
+
+
+def list_here(monkeypatch, kind: str, *devices: Listed) -> None:
+    """Let the provider of every family list devices of one type."""
+    monkeypatch.setattr(ort_genai, "has_library", lambda _: True)
+    monkeypatch.setattr(ort_genai, "load_provider", lambda _: LoadedProvider({kind: devices}))
+
+
+def describe(device: str) -> dict[str, object]:
+    """Return the options of the provider of a device."""
+    ((options,),) = [list(item.values()) for item in describe_providers(Device(device, 1 << 30))]
+    return options
+
+
+def test_openvino_is_told_its_own_name_of_a_device_that_is_here(monkeypatch):
+    list_here(monkeypatch, "gpu", Listed.of(1, "GPU.1"), Listed.of(2, "GPU.2"))
+    assert [describe(f"openvino/gpu:{index}")["device_type"] for index in (0, 1, 2)] == ["GPU.1", "GPU.2", "GPU.2"]
+    list_here(monkeypatch, "igpu", Listed.of(3, "GPU.0"))
+    assert describe("openvino/igpu:0")["device_type"] == "GPU.0"
+
+
+def test_one_device_is_found_by_its_type_and_one_of_several_by_its_numbers(monkeypatch):
+    list_here(monkeypatch, "npu", Listed.of(5))
+    assert describe("qnn/npu:0")["device_filtering_options"] == {"hardware_device_type": "NPU"}
+    list_here(monkeypatch, "npu", Listed.of(5), Listed.of(6))
+    assert describe("qnn/npu:1")["device_filtering_options"] == {
+        "hardware_device_type": "NPU",
+        "hardware_device_id": 6,
+        "hardware_vendor_id": 7,
+    }
+
+
+def test_a_device_that_genai_cannot_tell_from_another_is_refused(monkeypatch):
+    list_here(monkeypatch, "npu", Listed.of(5), Listed.of(5))
+    with pytest.raises(onnxplace.InputError, match=r"I018.*qnn/npu:1 by its PCI number alone.*another device"):
+        describe("qnn/npu:1")
+    list_here(monkeypatch, "npu")
+    with pytest.raises(onnxplace.InputError, match=r"I018.*unknown where its provider does not list it"):
+        describe("qnn/npu:1")
 
 
 def test_providers_without_a_name_in_genai_are_refused(tmp_path):
-    bundle = compile_phases(tmp_path, ("cpu:0",), ("directml/gpu:0",))
-    with pytest.raises(onnxplace.InputError, match=r"I018.*provider of directml/gpu:0"):
+    bundle = compile_phases(tmp_path, ("cpu:0",), ("migraphx/gpu:0",))
+    with pytest.raises(onnxplace.InputError, match=r"I018.*provider of migraphx/gpu:0"):
         export_phases(bundle, tmp_path)
+
+
+def test_two_adapters_of_directml_are_refused(tmp_path):
+    bundle = compile_phases(tmp_path, ("cpu:0",), ("directml/gpu:0", "directml/gpu:1"))
+    with pytest.raises(
+        onnxplace.InputError, match=r"I018.*one adapter by DirectML.*'directml/gpu:0', 'directml/gpu:1'"
+    ):
+        export_phases(bundle, tmp_path)
+
+
+def test_a_cache_in_the_memory_of_the_host_goes_to_any_device_at_each_token_with_a_note(tmp_path):
+    bundle = compile_decoder(tmp_path / "bundle", "openvino/npu:0", "cpu:0")
+    options = ExportOptions(config=write_config(tmp_path))
+    (note,) = export_bundle(bundle, "ort-genai", tmp_path / "out", options=options).diagnostics
+    assert (note.code, note.where) == ("I001", "openvino/npu:0")
+    assert "each token copies it" in note.message
+    decoder = json.loads((tmp_path / "out" / "genai_config.json").read_text())["model"]["decoder"]
+    assert decoder["session_options"] == {"provider_options": []}
+
+
+def test_providers_of_fixed_sizes_get_a_note(tmp_path):
+    options = ExportOptions(config=write_config(tmp_path))
+    bundle = compile_phases(tmp_path, ("cpu:0",), ("qnn/npu:0",))
+    (note,) = export_bundle(bundle, "ort-genai", tmp_path / "out", options=options).diagnostics
+    assert (note.code, note.where) == ("I001", "qnn/npu:0")
+    assert "nodes of fixed sizes only" in note.message
+
+
+@pytest.mark.parametrize(("shares", "past", "is_refused"), [(False, 5, True), (True, 5, False), (True, None, True)])
+def test_fixed_sizes_are_refused_unless_the_cache_is_allocated_once(shares, past, is_refused, tmp_path):
+    """A plan for tokens alone may have them; prompts have any length."""
+    tokens, prompts = compile_decoder(tmp_path / "bundle", "cpu:0"), compile_decoder(tmp_path / "other", "cpu:0")
+    fixed = {
+        "tokens": [1, 1],
+        **{f"past.{layer}.{kind}": [1, 2, 5, 16] for layer in (0, 1) for kind in ("key", "value")},
+    }
+    if past is None:
+        fixed["tokens"] = [1, 3]
+    inputs = [
+        item.model_copy(update={"shape": tuple(fixed.get(item.name, item.shape))}) for item in tokens.manifest.inputs
+    ]
+    replaced = tokens.manifest.model_copy(update={"inputs": tuple(inputs)})
+    phases = [
+        Phase(BundleModels(prompts), 1, runs_tokens=False),
+        Phase(BundleModels(Bundle(tokens.path, replaced)), 0, runs_prompts=False),
+    ]
+    config = json.loads(json.dumps(CONFIG)) | {"search": {"past_present_share_buffer": shares}}
+    if not is_refused:
+        require_open_sizes(phases, config)
+        return
+    with pytest.raises(onnxplace.InputError, match=r"I018.*fixed sizes.*GenAI feeds others"):
+        require_open_sizes(phases, config)
+
+
+def test_a_bundle_of_fixed_sizes_is_refused(tmp_path):
+    from decoder import decoder
+
+    bundle = compile_model(
+        decoder(layers=2, hidden=32, heads=2, vocab=40, positions=64), tmp_path / "bundle", devices="cpu:0",
+        shape={"batch": 1, "seq": 3, "past": 5}, trial=False,
+        pipeline="optimize{fixed_sizes=true},profile{estimate=true},coplace,single,split,emit",
+    ).bundle  # fmt: skip
+    with pytest.raises(onnxplace.InputError, match=r"I018.*'tokens' has the fixed sizes \[1, 3\]") as refused:
+        export_phases(bundle, tmp_path)
+    assert "without `fixed_sizes`" in str(refused.value)
+
+
+# What an ordinary program does with an export: its provider's library is registered with GenAI, not with onnxplace.
+GENERATE = """
+import json, sys
+import numpy as np, onnxruntime_genai
+import {module}
+onnxruntime_genai.register_execution_provider_library({module}.get_ep_name(), {module}.get_library_path())
+model = onnxruntime_genai.Model(sys.argv[1])
+parameters = onnxruntime_genai.GeneratorParams(model)
+parameters.set_search_options(max_length=12, do_sample=False)
+generator = onnxruntime_genai.Generator(model, parameters)
+generator.append_tokens(np.array([json.loads(sys.argv[2])], np.int32))
+while not generator.is_done():
+    generator.generate_next_token()
+print(json.dumps(generator.get_sequence(0).tolist()))
+"""
+
+
+@pytest.mark.parametrize("phase", ["prompts", "tokens", "both"])
+@pytest.mark.parametrize(
+    ("device", "module"), [("openvino/cpu:0", "onnxruntime_ep_openvino"), ("qnn/npu:0", "onnxruntime_qnn")]
+)
+def test_genai_generates_the_same_with_stages_of_provider_packages(device, module, phase, tmp_path):
+    """OpenVINO's kernels on this processor, and QNN's simulator; `.ci/genai` installs both."""
+    pytest.importorskip("onnxruntime_genai")
+    pytest.importorskip(module)
+    places = {"prompts": [("cpu:0",), (device,)], "tokens": [(device,), ("cpu:0",)], "both": [(device,), (device,)]}
+    stages = export_phases(compile_phases(tmp_path, *places[phase]), tmp_path)
+    assert [True for stage in stages.values() if stage["session_options"]["provider_options"]]
+    command = [sys.executable, "-c", GENERATE.format(module=module), str(tmp_path / "out"), json.dumps(TOKENS)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stderr
+    tokens = json.loads(ended.stdout.splitlines()[-1])
+    assert len(tokens) > len(TOKENS)
+    assert tokens == greedy_tokens(compile_decoder(tmp_path / "plain", "cpu:0"), len(tokens))
 
 
 def test_plans_for_neither_prompts_nor_tokens_are_left_out_with_a_note(tmp_path):
