@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from onnx import NodeDeviceConfigurationProto, NodeProto
+from onnx import NodeDeviceConfigurationProto, NodeProto, ShardingSpecProto
 
 from onnxplace.errors import InputError, format_value
 from onnxplace.model.canonicalize import canonicalize
@@ -110,3 +110,13 @@ def list_positions(entry: NodeDeviceConfigurationProto) -> list[int]:
     [1]
     """
     return list(dict.fromkeys(position for spec in entry.sharding_spec for position in spec.device))
+
+
+def list_groups(spec: ShardingSpecProto) -> list[tuple[int, ...]]:
+    """Return the devices of each shard of a tensor; copies of it are on the devices of a group.
+
+    >>> list_groups(ShardingSpecProto(device=[-1, 2], index_to_device_group_map=[{"key": -1, "value": [0, 1]}]))
+    [(0, 1), (2,)]
+    """
+    groups = {entry.key: tuple(dict.fromkeys(entry.value)) for entry in spec.index_to_device_group_map}
+    return [groups.get(number, (number,)) for number in spec.device]
