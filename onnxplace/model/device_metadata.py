@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from onnx import NodeDeviceConfigurationProto, NodeProto, ShardingSpecProto
+from onnx import DeviceConfigurationProto, NodeDeviceConfigurationProto, NodeProto, ShardingSpecProto
 
 from onnxplace.errors import InputError, format_value
 from onnxplace.model.canonicalize import canonicalize
@@ -16,6 +16,10 @@ from onnxplace.utils.files import format_path
 
 DEVICE_KEY = "onnxplace.device"
 """Metadata of a node: the id of its device, which viewers such as Netron show."""
+CONFIGURATION = "onnxplace"
+"""Name of the device configuration of models that onnxplace writes."""
+MIN_IR_VERSION = 11
+"""The first version of ONNX that has device configurations."""
 SPLITS_KEY = "split_assignments"
 """Metadata of a model in which Olive records which piece each module belongs to."""
 
@@ -47,7 +51,7 @@ def read_device_metadata(path: Path) -> DeviceMetadata:
 
     Raises:
         ModelError: The file is not a model.
-        InputError: The model names no devices.
+        InputError: The model names no devices, or a tensor is on one that its configuration lacks.
     """
     proto = parse_model(read_model_file(path), path)
     nodes = canonicalize(proto, path.name, path.parent).nodes
@@ -59,6 +63,8 @@ def read_device_metadata(path: Path) -> DeviceMetadata:
     for node in nodes:
         entry = _find_entry(node, configuration.name if configuration else "")
         positions = list_positions(entry) if entry is not None else []
+        if entry is not None:
+            _require_known_devices(node, entry, configuration, path)
         device_id = next((item.value for item in node.metadata_props if item.key == DEVICE_KEY), "")
         if len(positions) > 1:
             split.append(node.name)
@@ -100,8 +106,30 @@ def _find_entry(node: NodeProto, configuration: str) -> NodeDeviceConfigurationP
     return next(iter(matching or entries), None)
 
 
+def _require_known_devices(
+    node: NodeProto, entry: NodeDeviceConfigurationProto, configuration: DeviceConfigurationProto | None, path: Path
+) -> None:
+    """Raise InputError unless each tensor is on devices of the configuration, or on groups of them.
+
+    Members of a group are devices: a negative one is a group in a group. So is a key that the map lacks.
+    """
+    expected, count = "0 or more", 1 << 63
+    if configuration is not None and configuration.name == entry.configuration_id:
+        count = max(configuration.num_devices, len(configuration.device))
+        expected = f"0 to {count - 1} of the configuration {configuration.name!r}"
+    for spec in entry.sharding_spec:
+        for number, group in zip(spec.device, list_groups(spec)):
+            if not group or not all(0 <= device < count for device in group):
+                meaning = f", the devices {list(group)}" if group != (number,) else ""
+                message = f"tensor {spec.tensor_name!r} is on {number}{meaning}: expected devices {expected}"
+                hint = "a negative number is a group: index_to_device_group_map lists its devices"
+                raise InputError("U023", message, where=f"{format_path(path)}, node {node.name!r}", hint=hint)
+
+
 def list_positions(entry: NodeDeviceConfigurationProto) -> list[int]:
-    """Return the devices that hold the tensors of a node, by position, each once.
+    """Return the devices that hold the tensors of a node, by position, each once; those of groups, too.
+
+    A tensor in shards that name no device is on the first two, which is to say on several.
 
     >>> entry = NodeDeviceConfigurationProto(configuration_id="two")
     >>> entry.sharding_spec.add(tensor_name="y", device=[1]).tensor_name
@@ -109,7 +137,13 @@ def list_positions(entry: NodeDeviceConfigurationProto) -> list[int]:
     >>> list_positions(entry)
     [1]
     """
-    return list(dict.fromkeys(position for spec in entry.sharding_spec for position in spec.device))
+    positions = list[int]()
+    for spec in entry.sharding_spec:
+        positions += [device for group in list_groups(spec) for device in group]
+        shards = [part.num_shards for item in spec.sharded_dim for part in item.simple_sharding]
+        if not spec.device and max(shards, default=1) > 1:
+            positions += [0, 1]
+    return list(dict.fromkeys(positions))
 
 
 def list_groups(spec: ShardingSpecProto) -> list[tuple[int, ...]]:
