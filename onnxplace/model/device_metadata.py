@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from onnx import DeviceConfigurationProto, NodeDeviceConfigurationProto, NodeProto, ShardingSpecProto
+from onnx import NodeDeviceConfigurationProto, NodeProto, ShardingSpecProto
 
 from onnxplace.errors import InputError, format_value
 from onnxplace.model.canonicalize import canonicalize
@@ -56,22 +56,25 @@ def read_device_metadata(path: Path) -> DeviceMetadata:
     proto = parse_model(read_model_file(path), path)
     nodes = canonicalize(proto, path.name, path.parent).nodes
     configuration = proto.configuration[0] if proto.configuration else None
+    count = max((max(item.num_devices, len(item.device)) for item in proto.configuration), default=1 << 31)
     by_id: dict[str, str] = {}
     by_position: dict[str, int] = {}
     by_stage: dict[str, int] = {}
     split: list[str] = []
     for node in nodes:
         entry = _find_entry(node, configuration.name if configuration else "")
-        positions = list_positions(entry) if entry is not None else []
-        if entry is not None:
-            _require_known_devices(node, entry, configuration, path)
+        positions = list_positions(entry) if entry is not None else {}
+        if beyond := [position for position in positions if not 0 <= position < count]:
+            message = f"tensor {positions[beyond[0]]!r} is on {beyond[0]}, expected devices from 0 to {count - 1}"
+            hint = "negative numbers are groups of devices, listed in its index_to_device_group_map"
+            raise InputError("U023", message, where=f"{format_path(path)}, node {node.name!r}", hint=hint)
         device_id = next((item.value for item in node.metadata_props if item.key == DEVICE_KEY), "")
         if len(positions) > 1:
             split.append(node.name)
         elif device_id:
             by_id[node.name] = device_id
         elif positions:
-            by_position[node.name] = positions[0]
+            by_position[node.name] = next(iter(positions))
         elif entry is not None and entry.HasField("pipeline_stage"):
             by_stage[node.name] = entry.pipeline_stage
     pieces = read_split_assignments(read_metadata(proto).custom_metadata_map.get(SPLITS_KEY, ""), path)
@@ -106,44 +109,23 @@ def _find_entry(node: NodeProto, configuration: str) -> NodeDeviceConfigurationP
     return next(iter(matching or entries), None)
 
 
-def _require_known_devices(
-    node: NodeProto, entry: NodeDeviceConfigurationProto, configuration: DeviceConfigurationProto | None, path: Path
-) -> None:
-    """Raise InputError unless each tensor is on devices of the configuration, or on groups of them.
+def list_positions(entry: NodeDeviceConfigurationProto) -> dict[int, str]:
+    """Return the devices that hold tensors of a node, by position, those of groups too; each with its first tensor.
 
-    Members of a group are devices: a negative one is a group in a group. So is a key that the map lacks.
-    """
-    expected, count = "0 or more", 1 << 63
-    if configuration is not None and configuration.name == entry.configuration_id:
-        count = max(configuration.num_devices, len(configuration.device))
-        expected = f"0 to {count - 1} of the configuration {configuration.name!r}"
-    for spec in entry.sharding_spec:
-        for number, group in zip(spec.device, list_groups(spec)):
-            if not group or not all(0 <= device < count for device in group):
-                meaning = f", the devices {list(group)}" if group != (number,) else ""
-                message = f"tensor {spec.tensor_name!r} is on {number}{meaning}: expected devices {expected}"
-                hint = "a negative number is a group: index_to_device_group_map lists its devices"
-                raise InputError("U023", message, where=f"{format_path(path)}, node {node.name!r}", hint=hint)
-
-
-def list_positions(entry: NodeDeviceConfigurationProto) -> list[int]:
-    """Return the devices that hold the tensors of a node, by position, each once; those of groups, too.
-
-    A tensor in shards that name no device is on the first two, which is to say on several.
+    Shards that name no device are on the first two devices, which is to say on several.
 
     >>> entry = NodeDeviceConfigurationProto(configuration_id="two")
     >>> entry.sharding_spec.add(tensor_name="y", device=[1]).tensor_name
     'y'
     >>> list_positions(entry)
-    [1]
+    {1: 'y'}
     """
-    positions = list[int]()
+    positions: dict[int, str] = {}
     for spec in entry.sharding_spec:
-        positions += [device for group in list_groups(spec) for device in group]
-        shards = [part.num_shards for item in spec.sharded_dim for part in item.simple_sharding]
-        if not spec.device and max(shards, default=1) > 1:
-            positions += [0, 1]
-    return list(dict.fromkeys(positions))
+        is_split = any(part.num_shards > 1 for item in spec.sharded_dim for part in item.simple_sharding)
+        for group in list_groups(spec) or ([(0, 1)] if is_split else []):
+            positions = dict.fromkeys(group, spec.tensor_name) | positions
+    return positions
 
 
 def list_groups(spec: ShardingSpecProto) -> list[tuple[int, ...]]:

@@ -279,7 +279,8 @@ def _build_whole(
     if not options.metadata:
         return whole
     ids = [state.target.devices[device].id for group in written.groups for device in group]
-    stages = {origin.source: stage for origin, stage in zip(written.sharded.origins, written.stage.tolist())}
+    steps = zip(written.sharded.origins, written.stage.tolist() if len(written.groups) > 1 else [])
+    stages = {origin.source: stage for origin, stage in steps}
     return annotate_model(whole, candidate.space, candidate.choice.strategies, ids, stages)
 
 

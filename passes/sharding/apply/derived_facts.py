@@ -12,14 +12,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
-from onnx import (
-    DeviceConfigurationProto,
-    NodeDeviceConfigurationProto,
-    NodeProto,
-    TensorProto,
-    helper,
-    numpy_helper,
-)
+from onnx import DeviceConfigurationProto, NodeProto, TensorProto, helper, numpy_helper
 
 from onnxplace.facts import Profile
 from onnxplace.graph.op_graph import Floats, Ints, Longs, number_densely
@@ -213,36 +206,28 @@ def annotate_model(
     device_ids: Sequence[str],
     stages: Mapping[int, int],
 ) -> Model:
-    """Return a model whose nodes carry their sharding specifications, and their stages if there are several.
+    """Return a model whose nodes carry their sharding specifications and stages.
 
     Args:
         model: The unsharded model; it may have more nodes than those of `space`.
         space: Gives shapes and divisions.
         strategies: One for each node of `space`.
         device_ids: The devices of the groups of all stages, one group after the other.
-        stages: Node of `space` -> its stage; the first one for nodes that are missing.
+        stages: Node of `space` -> its stage; empty if there is one group.
     """
-    numbers = {node.name: index for index, node in enumerate(space.facts.model.nodes)}
-    ways = space.division.count
+    numbers, ways = {node.name: index for index, node in enumerate(space.facts.model.nodes)}, space.division.count
 
     def annotate(node: NodeProto) -> NodeProto:
         if (number := numbers.get(node.name)) is None:
             return node
-        strategy, stage = strategies[number], stages.get(number, 0)
-        entry = NodeDeviceConfigurationProto(configuration_id=CONFIGURATION)
-        if len(device_ids) > ways:
-            entry.pipeline_stage = stage
-        layouts = dict((*zip(node.input, strategy.inputs), *zip(node.output, strategy.outputs)))
-        group = range(stage * ways, (stage + 1) * ways)
-        specs = (
-            specify(name, layout, space.facts.shapes.get(name, ()), space.division, group)
-            for name, layout in layouts.items()
-            if name and layout is not None
-        )
-        entry.sharding_spec.extend(spec for spec in specs if spec is not None)
-        copy = deepcopy(node)
+        strategy, stage, copy = strategies[number], stages.get(number), deepcopy(node)
         del copy.device_configurations[:]  # of configurations that the compiled model had
-        copy.device_configurations.append(entry)
+        entry = copy.device_configurations.add(configuration_id=CONFIGURATION, pipeline_stage=stage)
+        group = range((stage or 0) * ways, ((stage or 0) + 1) * ways)
+        layouts = dict((*zip(node.input, strategy.inputs), *zip(node.output, strategy.outputs)))
+        shapes, division = space.facts.shapes, space.division
+        specs = (specify(name, layout, shapes.get(name, ()), division, group) for name, layout in layouts.items())
+        entry.sharding_spec.extend(filter(None, specs))
         return copy
 
     configuration = DeviceConfigurationProto(name=CONFIGURATION, num_devices=len(device_ids), device=device_ids)

@@ -25,21 +25,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 
-from onnx import ShardedDimProto, ShardingSpecProto
+from onnx import ShardingSpecProto
 
 from onnxplace.model.device_metadata import list_groups
-from onnxplace.passes.sharding.rules.layouts import PARTIAL, REPLICATED, Division, Layout, Rows
+from onnxplace.passes.sharding.rules.layouts import PARTIAL, REPLICATED, Division, Layout
 
 MAX_SHARDS = 1 << 16
 """A specification has a number for each shard: 128 KB of them at most."""
 
 
 def specify(
-    name: str, layout: Layout, shape: Sequence[int], division: Division, devices: Sequence[int] = ()
+    name: str, layout: Layout | None, shape: Sequence[int], division: Division, devices: Sequence[int] = ()
 ) -> ShardingSpecProto | None:
-    """Return the specification of a value, None for what ONNX cannot express.
+    """Return the specification of a value, None for what ONNX cannot express, as for a value without a name or layout.
 
     Args:
         name: The tensor.
@@ -51,35 +51,28 @@ def specify(
     >>> specify("y", Layout(0, 1, 4), [8], Division((3.0, 1.0))).device
     [0, 0, 0, 1]
     """
-    if layout == PARTIAL or layout.valid:
+    if not name or layout is None or layout == PARTIAL or layout.valid:
         return None
-    numbers = tuple(devices or range(division.count))
+    spec, groups = ShardingSpecProto(tensor_name=name), dict[tuple[int, ...], int]()
     inner, parts = 1, [(0, 1)] * division.count  # a whole value is one shard
     if layout.is_split:
         inner = -layout.outer if layout.is_in_runs else shape[layout.axis] // layout.outer
         parts = list(division.held(layout._replace(outer=1), inner))
-    if (shards := _count_shards(inner, parts)) > MAX_SHARDS:
+    shards = inner // math.gcd(inner, *chain(*parts))
+    if shards > MAX_SHARDS:
         return None
-    spec, keys = ShardingSpecProto(tensor_name=name), dict[tuple[int, ...], int]()
-    for low, high in pairwise(sorted({bound for part in parts for bound in part})):
-        group = tuple(number for number, part in zip(numbers, parts) if part[0] <= low < part[1])
-        if group not in keys:
-            groups = spec.index_to_device_group_map
-            keys[group] = group[0] if len(group) == 1 else groups.add(key=-1 - len(groups), value=group).key
-        spec.device.extend([keys[group]] * (shards * (high - low) // inner))
+    for low, high in pairwise(sorted(set(chain(*parts)))):
+        group = tuple(number for number, part in zip(devices or range(len(parts)), parts) if part[0] <= low < part[1])
+        key = groups.setdefault(group, -1 - len(groups)) if len(group) > 1 else group[0]
+        spec.device.extend([key] * (shards * (high - low) // inner))
+    for group, key in groups.items():
+        spec.index_to_device_group_map.add(key=key, value=group)
     if layout.is_split:
-        dimension = spec.sharded_dim.add(axis=layout.axis)
+        factors = spec.sharded_dim.add(axis=layout.axis).simple_sharding
         if layout.outer != 1:
-            rows = dimension.simple_sharding.add(num_shards=1)
-            if not layout.is_in_runs:
-                rows.dim_value = layout.outer
-        dimension.simple_sharding.add(dim_value=inner, num_shards=shards)
+            factors.add(dim_value=None if layout.is_in_runs else layout.outer, num_shards=1)
+        factors.add(dim_value=inner, num_shards=shards)
     return spec
-
-
-def _count_shards(inner: int, parts: Sequence[Rows]) -> int:
-    """Return the least number of equal shards of which each part is a run."""
-    return inner // math.gcd(inner, *(bound for part in parts for bound in part))
 
 
 def read_layout(
@@ -94,56 +87,31 @@ def read_layout(
     Layout(axis=-1, outer=1, blocks=0, rows=(), valid=())
     """
     numbers = tuple(devices or range(division.count))
-    split = [item for item in spec.sharded_dim if any(part.num_shards != 1 for part in item.simple_sharding)]
-    if len(split) > 1:
-        return f"axes {' and '.join(str(item.axis) for item in split)} are split at once"
-    if split and not -len(shape) <= split[0].axis < len(shape):
-        return f"axis {split[0].axis} is none of its {len(shape)} axes"
-    axis = split[0].axis % len(shape) if split else 0
-    factors = _read_factors(split[0], shape[axis]) if split else (1, 1, 1)
-    if isinstance(factors, str):
-        return factors
-    outer, inner, shards = factors
     groups = list_groups(spec) or [(number,) for number in numbers]
-    owned: dict[int, list[int]] = {number: [] for number in numbers}
-    for shard, group in enumerate(groups):
-        if not group or not owned.keys() >= set(group):
-            return f"shard {shard} is on devices {group}, expected some of {numbers}"
-        for number in group:
-            owned[number].append(shard)
-    if missing := [number for number, own in owned.items() if not own]:
-        return f"device {missing[0]} has no part"
+    owned = [[shard for shard, group in enumerate(groups) if number in group] for number in numbers]
+    if not all(groups) or set(chain(*groups)) != set(numbers):
+        return f"it is on devices {sorted(set(chain(*groups)))}, expected {list(numbers)}"
+    split = [(item, part) for item in spec.sharded_dim for part in item.simple_sharding if part.num_shards != 1]
     if not split:
         return REPLICATED
-    if len(groups) != shards:
-        return f"{shards} shards are on {len(groups)} devices or groups"
-    if inner % shards:
-        in_order = groups == [(number,) for number in numbers]
-        natural = division.split(axis, shape[axis], outer) if in_order else None
-        return natural or f"{inner} rows are not {shards} equal shards"
-    if any(own[-1] - own[0] >= len(own) for own in owned.values()):
-        return "a device has shards that are not next to each other"
-    parts = [(own[0] * inner // shards, (own[-1] + 1) * inner // shards) for own in owned.values()]
-    if all(part == (0, inner) for part in parts):
-        return REPLICATED
-    layout = division.split(axis, shape[axis], outer, _count_shards(inner, parts))
+    dimension, counts, shards = split[0][0], [part.num_shards for _, part in split], len(groups)
+    if counts != [shards]:
+        return f"{counts} shards are on {shards} devices or groups, expected shards of one axis with one each"
+    axis, factors = dimension.axis, [part.dim_value for part in dimension.simple_sharding]
+    size = shape[axis] if -len(shape) <= axis < len(shape) else 0
+    known = math.prod(filter(None, factors))
+    if size < 1 or factors.count(0) > 1 or size % known or (0 not in factors and known != size):
+        return f"axis {axis} has {' times '.join(str(factor or '?') for factor in factors)} rows, and not {size}"
+    place = [part.num_shards for part in dimension.simple_sharding].index(shards)
+    inner = math.prod(factor or size // known for factor in factors[place:])
+    outer = math.prod(factors[:place]) or -inner  # an open factor in front is a number of runs
+    cuts = division.cuts(inner) if inner % shards else range(0, inner + 1, inner // shards)
+    if len(cuts) != shards + 1 or any(own[-1] - own[0] >= len(own) for own in owned):
+        return f"{inner} rows in {shards} shards are no run of equal ones on each device"
+    parts = [(cuts[own[0]], cuts[own[-1] + 1]) for own in owned]
+    layout = division.split(axis % len(shape), size, outer, inner // math.gcd(inner, *chain(*parts)))
     if layout is not None and list(division.held(layout._replace(outer=1), inner)) == parts:
         return layout
-    if outer == 1 and all(low <= high and end <= top for (low, end), (high, top) in pairwise(parts)):
-        return division.hold(axis, inner, parts)
-    return f"no layout of ours has rows {', '.join(f'{low}-{high}' for low, high in parts)} of {inner} on its devices"
-
-
-def _read_factors(dimension: ShardedDimProto, size: int) -> tuple[int, int, int] | str:
-    """Return `outer` of the layout, the size of what is split, and the number of shards; or why there are none."""
-    factors = dimension.simple_sharding
-    sizes = [item.dim_value if item.HasField("dim_value") else 0 for item in factors]
-    place = next(index for index, item in enumerate(factors) if item.num_shards != 1)
-    if any(item.num_shards != 1 for item in factors[place + 1 :]) or factors[place].num_shards < 1:
-        return f"axis {dimension.axis} is split into {' and '.join(str(item.num_shards) for item in factors)} shards"
-    known = math.prod(filter(None, sizes))
-    if sizes.count(0) > 1 or min(sizes) < 0 or size % known or (0 not in sizes and known != size):
-        return f"axis {dimension.axis} has size {size}, and not {' times '.join(str(size or '?') for size in sizes)}"
-    inner = math.prod(number or size // known for number in sizes[place:])
-    outer = -inner if 0 in sizes[:place] else math.prod(sizes[:place])
-    return outer, inner, factors[place].num_shards
+    if outer == 1 and all(low <= high <= end <= top for (low, end), (high, top) in pairwise(parts)):
+        return division.hold(axis % len(shape), inner, parts)
+    return f"no layout has rows {', '.join(f'{low}-{high}' for low, high in parts)} of {inner} on its devices"

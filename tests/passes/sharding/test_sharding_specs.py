@@ -124,20 +124,23 @@ def test_specifications_of_others_are_read(spec: ShardingSpecProto, expected: La
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
-        (split(1, (8, 2)), "axis 1 is none of its 1 axes"),
-        (split(0, (9, 2)), "axis 0 has size 8, and not 9"),
-        (split(0, (0, 1), (0, 2)), "axis 0 has size 8, and not ? times ?"),
-        (split(0, (2, 2), (4, 2), device=(0, 1, 0, 1)), "axis 0 is split into 2 and 2 shards"),
-        (split(0, (8, 0)), "axis 0 is split into 0 shards"),
-        (split(0, (8, -2)), "axis 0 is split into -2 shards"),
-        (split(0, (8, 4)), "4 shards are on 2 devices or groups"),
-        (split(0, (8, 3), device=(0, 1, 1)), "8 rows are not 3 equal shards"),
-        (split(0, (8, 2), device=(1, 0)), "no layout of ours has rows 4-8, 0-4 of 8 on its devices"),
-        (split(0, (8, 4), device=(0, 1, 0, 1)), "a device has shards that are not next to each other"),
-        (split(0, (8, 2), device=(0, 0)), "device 1 has no part"),
-        (split(0, (8, 2), device=(0, 2)), "shard 1 is on devices (2,), expected some of (0, 1)"),
-        (sharding(device=[-1]), "shard 0 is on devices (-1,), expected some of (0, 1)"),
-        (sharding(device=[0], index_to_device_group_map=[{"key": 0}]), "shard 0 is on devices (), expected some"),
+        (split(1, (8, 2)), "axis 1 has 8 rows, and not 0"),
+        (split(0, (9, 2)), "axis 0 has 9 rows, and not 8"),
+        (split(0, (0, 1), (0, 2)), "axis 0 has ? times ? rows, and not 8"),
+        (split(0, (-2, 1), (0, 2)), "-4 rows in 2 shards are no run of equal ones"),
+        (split(0, (2, 2), (4, 2), device=(0, 1, 0, 1)), "[2, 2] shards are on 4 devices or groups"),
+        (split(0, (8, 0)), "[0] shards are on 2 devices or groups"),
+        (split(0, (8, -2)), "[-2] shards are on 2 devices or groups"),
+        (split(0, (8, 4)), "[4] shards are on 2 devices or groups"),
+        (split(0, (8, 3), device=(0, 1, 1)), "8 rows in 3 shards are no run of equal ones"),
+        (split(0, (8, 16), device=(0,) * 8 + (1,) * 8), "8 rows in 16 shards are no run of equal ones"),
+        (split(0, (8, 2), device=(1, 0)), "no layout has rows 4-8, 0-4 of 8 on its devices"),
+        (split(0, (8, 4), device=(0, 1, 0, 1)), "8 rows in 4 shards are no run of equal ones on each device"),
+        (split(0, (8, 2), device=(0, 0)), "it is on devices [0], expected [0, 1]"),
+        (split(0, (8, 2), device=(0, 2)), "it is on devices [0, 2], expected [0, 1]"),
+        (sharding(device=[-1]), "it is on devices [-1], expected [0, 1]"),
+        (sharding(device=[-1], index_to_device_group_map=[{"key": -1, "value": [-1]}]), "it is on devices [-1], expe"),
+        (sharding(device=[0], index_to_device_group_map=[{"key": 0}]), "it is on devices [], expected [0, 1]"),
     ],
 )  # fmt: skip
 def test_specifications_that_are_no_layout_say_why(spec: ShardingSpecProto, reason: str) -> None:
@@ -147,4 +150,7 @@ def test_specifications_that_are_no_layout_say_why(spec: ShardingSpecProto, reas
 def test_an_axis_is_not_split_twice() -> None:
     spec = split(0, (8, 2))
     spec.sharded_dim.append(split(1, (8, 2)).sharded_dim[0])
-    assert read_layout(spec, [8, 8], EVEN) == "axes 0 and 1 are split at once"
+    assert (
+        read_layout(spec, [8, 8], EVEN)
+        == "[2, 2] shards are on 2 devices or groups, expected shards of one axis with one each"
+    )

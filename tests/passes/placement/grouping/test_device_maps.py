@@ -183,20 +183,11 @@ def test_a_configuration_of_a_thousand_million_devices_costs_no_memory(tmp_path)
         ("2", {"stage": 7}, ("T005", "position 7")),
         ("cpu:0,cpu:1", {"device": [0, 1]}, ("U020", "/model/embed/Gather")),
         ("cpu:0,cpu:1", {"device": [-1], "groups": {-1: [0, 1]}}, ("U020", "/model/embed/Gather")),
-        (
-            "2",
-            {"device": [0, 2]},
-            ("U023", "node '/model/embed/Gather'", "'v1' is on 2: expected devices 0 to 1 of", "'c'"),
-        ),
-        ("2", {"device": [-1]}, ("U023", "'v1' is on -1: expected devices 0 to 1", "index_to_device_group_map lists")),
-        ("", {"device": [-1]}, ("U023", "'v1' is on -1: expected devices 0 or more")),
-        (
-            "2",
-            {"device": [-1], "groups": {-1: [0, 2]}},
-            ("U023", "is on -1, the devices [0, 2]: expected devices 0 to"),
-        ),
-        ("2", {"device": [-1], "groups": {-1: [-2], -2: [-1]}}, ("U023", "is on -1, the devices [-2]: expected")),
-        ("2", {"device": [-1], "groups": {-1: []}}, ("U023", "is on -1, the devices []: expected")),
+        ("2", {"device": [0, 2]}, ("U023", "node '/model/embed/Gather'", "'v1' is on 2, expected devices from 0 to 1")),
+        ("2", {"device": [-1]}, ("U023", "'v1' is on -1, expected devices from 0 to 1", "index_to_device_group_map")),
+        ("", {"device": [-1]}, ("U023", "'v1' is on -1, expected devices from 0 to 2147483647")),
+        ("2", {"device": [-1], "groups": {-1: [0, 2]}}, ("U023", "'v1' is on 2, expected devices from 0 to 1")),
+        ("2", {"device": [-1], "groups": {-1: [-2], -2: [-1]}}, ("U023", "'v1' is on -2, expected")),
     ],
 )
 def test_metadata_that_pins_nothing_is_refused(configuration, entry, words, tmp_path):
