@@ -57,10 +57,8 @@ def read_device_metadata(path: Path) -> DeviceMetadata:
     nodes = canonicalize(proto, path.name, path.parent).nodes
     configuration = proto.configuration[0] if proto.configuration else None
     count = max((max(item.num_devices, len(item.device)) for item in proto.configuration), default=1 << 31)
-    by_id: dict[str, str] = {}
-    by_position: dict[str, int] = {}
-    by_stage: dict[str, int] = {}
-    split: list[str] = []
+    by_position, by_stage = dict[str, int](), dict[str, int]()
+    by_id, split = dict[str, str](), list[str]()
     for node in nodes:
         entry = _find_entry(node, configuration.name if configuration else "")
         positions = list_positions(entry) if entry is not None else {}

@@ -221,7 +221,6 @@ def annotate_model(
         if (number := numbers.get(node.name)) is None:
             return node
         strategy, stage, copy = strategies[number], stages.get(number), deepcopy(node)
-        del copy.device_configurations[:]  # of configurations that the compiled model had
         entry = copy.device_configurations.add(configuration_id=CONFIGURATION, pipeline_stage=stage)
         group = range((stage or 0) * ways, ((stage or 0) + 1) * ways)
         layouts = dict((*zip(node.input, strategy.inputs), *zip(node.output, strategy.outputs)))

@@ -58,8 +58,7 @@ def specify(
     if layout.is_split:
         inner = -layout.outer if layout.is_in_runs else shape[layout.axis] // layout.outer
         parts = list(division.held(layout._replace(outer=1), inner))
-    shards = inner // math.gcd(inner, *chain(*parts))
-    if shards > MAX_SHARDS:
+    if (shards := inner // math.gcd(inner, *chain(*parts))) > MAX_SHARDS:
         return None
     for low, high in pairwise(sorted(set(chain(*parts)))):
         group = tuple(number for number, part in zip(devices or range(len(parts)), parts) if part[0] <= low < part[1])
