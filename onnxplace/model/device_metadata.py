@@ -122,7 +122,8 @@ def list_positions(entry: NodeDeviceConfigurationProto) -> dict[int, str]:
     for spec in entry.sharding_spec:
         is_split = any(part.num_shards > 1 for item in spec.sharded_dim for part in item.simple_sharding)
         for group in list_groups(spec) or ([(0, 1)] if is_split else []):
-            positions = dict.fromkeys(group, spec.tensor_name) | positions
+            for device in group:
+                positions.setdefault(device, spec.tensor_name)
     return positions
 
 

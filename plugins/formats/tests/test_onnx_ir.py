@@ -17,12 +17,12 @@ import onnxplace
 from onnxplace.bundle.bundle import WHOLE_MODEL_FILE
 from onnxplace.driver.compile import compile_model
 from onnxplace.export.exporting import export_bundle
-from onnxplace.model.device_metadata import read_device_metadata
+from onnxplace.model.device_metadata import list_groups, read_device_metadata
 from onnxplace.passes.sharding.apply.derived_facts import annotate_model
 from onnxplace.passes.sharding.apply.sharding_specs import read_layout, specify
 from onnxplace.passes.sharding.rules.layouts import PARTIAL, Division, Layout
 from tests.export.test_merge import SHAPES
-from tests.support.chains import mlp
+from tests.support.chains import cached_decoder, mlp
 from tests.support.commands import node_names
 from tests.support.narrow_models import WIDE, narrow_model
 from tests.support.random_placements import RandomPlacement, compiled_with
@@ -126,27 +126,39 @@ def test_specifications_pass_through_onnx_ir_unchanged(
     assert ir.serde.serialize_node_device_configuration(read).sharding_spec[0].tensor_name == "z"
 
 
-@pytest.mark.parametrize(("ways", "stages"), [(2, 1), (2, 2), (4, 1)])
-def test_files_of_sharded_plans_carry_layouts_and_stages(ways: int, stages: int, tmp_path: Path):
-    onnx.save(mlp(), tmp_path / "model.onnx")
-    shard = f"shard{{ways={ways},stages={stages},exact=true,metadata=true}}"
+SHARDED = {
+    "mlp": (mlp, {}, {}),
+    "decoder": (cached_decoder, {"seq": 1, "past": 5}, {"present": "past"}),
+    "convolutions": (lambda: narrow_model("resnet50"), {}, {}),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "ways", "stages"),
+    [("mlp", 2, 1), ("mlp", 2, 2), ("mlp", 4, 1), ("decoder", 2, 1), ("decoder", 3, 1), ("convolutions", 2, 1)],
+)
+def test_files_of_sharded_plans_carry_layouts_and_stages(kind: str, ways: int, stages: int, tmp_path: Path):
+    build, sizes, states = SHARDED[kind]
+    onnx.save(build(), tmp_path / "model.onnx")
+    shard = f"shard{{ways={ways},stages={stages},exact=true,weights=least,metadata=true}}"
     ids = ",".join(f"cpu:{index}" for index in range(ways * stages))
     pipeline = f"optimize,profile{{estimate=true}},{shard},coplace{{join=never}},fuse,m-etf,split,emit"
-    bundle = compile_model(tmp_path / "model.onnx", tmp_path / "bundle", devices=ids, pipeline=pipeline).bundle
+    bundle = compile_model(
+        tmp_path / "model.onnx", tmp_path / "bundle", devices=ids, pipeline=pipeline, shape=sizes, state=states
+    ).bundle
     export_bundle(bundle, "onnx-metadata", tmp_path / "out")
     for path in (tmp_path / "out" / "model.onnx", bundle.file(WHOLE_MODEL_FILE)):
+        onnx.checker.check_model(path, full_check=True)
         assert list_faults(path) == []
         assert read_device_metadata(path).devices == tuple(ids.split(","))
         entries = [entry for _, entry in list_specs(path)]
         assert [entry.HasField("pipeline_stage") for entry in entries] == [stages > 1] * len(entries)
         found = [entry.pipeline_stage for entry in entries]
         assert (found, set(found)) == (sorted(found), set(range(stages)))
+        assert any(spec.sharded_dim for entry in entries for spec in entry.sharding_spec)
         for entry in entries:
-            groups = [group for spec in entry.sharding_spec for group in spec.index_to_device_group_map]
-            assert entry.sharding_spec
-            numbers = {number for spec in entry.sharding_spec for number in spec.device if number >= 0}
-            numbers |= {number for group in groups for number in group.value}
-            assert numbers == set(range(entry.pipeline_stage * ways, (entry.pipeline_stage + 1) * ways))
+            numbers = {number for spec in entry.sharding_spec for group in list_groups(spec) for number in group}
+            assert not numbers or numbers == set(range(entry.pipeline_stage * ways, (entry.pipeline_stage + 1) * ways))
 
 
 def test_the_parts_of_an_operator_are_in_one_stage(tmp_path: Path):
