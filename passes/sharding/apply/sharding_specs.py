@@ -1,9 +1,8 @@
 """Layouts as sharding specifications of ONNX, and back.
 
 ONNX cuts an axis into equal shards and says on which devices each is (docs/proposals/0006 of ONNX, and IR.md since IR
-version 11). That is less than it seems and more than it needs: shards may be smaller than the parts of devices. So an
-axis is cut into the fewest equal shards of which every part is a run, and each shard names its devices. Of 8 rows, on
-two devices:
+version 11). Shards may be smaller than the parts of devices. So an axis is cut into the fewest equal shards of which
+every part is a run, and each shard names its devices. Of 8 rows, on two devices:
 
     rows of device 0, 1    num_shards    device                               index_to_device_group_map
     0-4     4-8            2             0, 1
@@ -33,7 +32,7 @@ from onnxplace.model.device_metadata import list_groups
 from onnxplace.passes.sharding.rules.layouts import PARTIAL, REPLICATED, Division, Layout
 
 MAX_SHARDS = 1 << 16
-"""A specification has a number for each shard: 128 KB of them at most."""
+"""A specification has a number for each shard, of 2 bytes, or of 11 for a group."""
 
 
 def specify(
@@ -60,12 +59,14 @@ def specify(
         parts = list(division.held(layout._replace(outer=1), inner))
     if (shards := inner // math.gcd(inner, *chain(*parts))) > MAX_SHARDS:
         return None
+    # Between two bounds of parts, all rows are on the same devices.
     for low, high in pairwise(sorted(set(chain(*parts)))):
         group = tuple(number for number, part in zip(devices or range(len(parts)), parts) if part[0] <= low < part[1])
         key = groups.setdefault(group, -1 - len(groups)) if len(group) > 1 else group[0]
         spec.device.extend([key] * (shards * (high - low) // inner))
     for group, key in groups.items():
         spec.index_to_device_group_map.add(key=key, value=group)
+    # The split factor of the axis comes last; those in front of it are whole.
     if layout.is_split:
         factors = spec.sharded_dim.add(axis=layout.axis).simple_sharding
         if layout.outer != 1:
@@ -90,6 +91,7 @@ def read_layout(
     owned = [[shard for shard, group in enumerate(groups) if number in group] for number in numbers]
     if not all(groups) or set(chain(*groups)) != set(numbers):
         return f"it is on devices {sorted(set(chain(*groups)))}, expected {list(numbers)}"
+    # A layout splits one factor of one axis.
     split = [(item, part) for item in spec.sharded_dim for part in item.simple_sharding if part.num_shards != 1]
     if not split:
         return REPLICATED
@@ -101,6 +103,7 @@ def read_layout(
     known = math.prod(filter(None, factors))
     if size < 1 or factors.count(0) > 1 or size % known or (0 not in factors and known != size):
         return f"axis {axis} has {' times '.join(str(factor or '?') for factor in factors)} rows, and not {size}"
+    # The axis is seen as [outer, inner], and the second of them is split.
     place = [part.num_shards for part in dimension.simple_sharding].index(shards)
     inner = math.prod(factor or size // known for factor in factors[place:])
     outer = math.prod(factors[:place]) or -inner  # an open factor in front is a number of runs
@@ -108,6 +111,7 @@ def read_layout(
     if len(cuts) != shards + 1 or any(own[-1] - own[0] >= len(own) for own in owned):
         return f"{inner} rows in {shards} shards are no run of equal ones on each device"
     parts = [(cuts[own[0]], cuts[own[-1] + 1]) for own in owned]
+    # Blocks that the division shares out so, or rows that only `hold` describes.
     layout = division.split(axis % len(shape), size, outer, inner // math.gcd(inner, *chain(*parts)))
     if layout is not None and list(division.held(layout._replace(outer=1), inner)) == parts:
         return layout
