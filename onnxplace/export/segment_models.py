@@ -1,9 +1,8 @@
-"""The ONNX models of a bundle, in an order in which they can run; and segments as their own models."""
+"""The ONNX models of a bundle, in an order in which they can run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +16,7 @@ from onnxplace.errors import BundleError
 from onnxplace.model.tensors import embed_tensor, make_reference, parse_type, tensor_size
 from onnxplace.model.weights import WeightFile
 from onnxplace.target.target import Device
-from onnxplace.utils.progress import progress_part, report_progress
+from onnxplace.utils.progress import report_progress
 
 
 @dataclass(frozen=True)
@@ -106,12 +105,6 @@ class BundleModels:
         return placed
 
 
-def list_producers(manifest: Manifest, segment: SegmentRecord) -> tuple[str, ...]:
-    """Return the segments whose values a segment reads, each once."""
-    producers = (manifest.values[name].producer for name in segment.inputs)
-    return tuple(dict.fromkeys(producer for producer in producers if producer is not None))
-
-
 def describe_values(records: Iterable[InputRecord | OutputRecord]) -> Iterator[ValueInfoProto]:
     """Yield inputs or outputs of the manifest as ONNX declares them; those of an unknown type without one.
 
@@ -124,34 +117,3 @@ def describe_values(records: Iterable[InputRecord | OutputRecord]) -> Iterator[V
             hint = "the manifest is damaged; compile again"
             raise BundleError("N002", message, where=f"input or output {record.name!r}", hint=hint)
         yield ValueInfoProto(name=record.name, type=kind)
-
-
-# ---------------------------------------------------------------------------------------------------- files of segments
-
-
-WEIGHTS_FILE = "weights.bin"
-
-
-def write_segment_files(folder: Path, segments: Iterable[tuple[str, BundleModels, SegmentModel]]) -> None:
-    """Write segments of bundles under these names to a folder, with the weights of all in one file next to them.
-
-    A state whose initial value is known becomes an input with this default.
-    """
-    weights_path, rows = folder / WEIGHTS_FILE, list(segments)
-    with WeightFile(weights_path, WEIGHTS_FILE) as weights:
-        for index, (name, models, segment) in enumerate(rows):
-            with progress_part(index, len(rows)):
-                (folder / name).write_bytes(build_segment(models, segment, weights).SerializeToString())
-        is_empty = not weights.bytes_written
-    if is_empty:
-        weights_path.unlink()
-
-
-def build_segment(models: BundleModels, segment: SegmentModel, weights: WeightFile) -> ModelProto:
-    """Return the model of a segment, whose weights are in a file."""
-    proto = deepcopy(segment.proto)
-    states = [models.initial_states[name] for name in segment.record.inputs if name in models.initial_states]
-    tensors = models.place((*segment.proto.graph.initializer, *states), weights)
-    del proto.graph.initializer[:]
-    proto.graph.initializer.extend(tensors)
-    return proto

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from onnx import NodeDeviceConfigurationProto, NodeProto
+from onnx import NodeDeviceConfigurationProto, NodeProto, ShardingSpecProto
 
 from onnxplace.errors import InputError, format_value
 from onnxplace.model.canonicalize import canonicalize
@@ -16,6 +16,10 @@ from onnxplace.utils.files import format_path
 
 DEVICE_KEY = "onnxplace.device"
 """Metadata of a node: the id of its device, which viewers such as Netron show."""
+CONFIGURATION = "onnxplace"
+"""Name of the device configuration of models that onnxplace writes."""
+MIN_IR_VERSION = 11
+"""The first version of ONNX that has device configurations."""
 SPLITS_KEY = "split_assignments"
 """Metadata of a model in which Olive records which piece each module belongs to."""
 
@@ -47,25 +51,28 @@ def read_device_metadata(path: Path) -> DeviceMetadata:
 
     Raises:
         ModelError: The file is not a model.
-        InputError: The model names no devices.
+        InputError: The model names no devices, or a tensor is on one that its configuration lacks.
     """
     proto = parse_model(read_model_file(path), path)
     nodes = canonicalize(proto, path.name, path.parent).nodes
     configuration = proto.configuration[0] if proto.configuration else None
-    by_id: dict[str, str] = {}
-    by_position: dict[str, int] = {}
-    by_stage: dict[str, int] = {}
-    split: list[str] = []
+    count = max((max(item.num_devices, len(item.device)) for item in proto.configuration), default=1 << 31)
+    by_position, by_stage = dict[str, int](), dict[str, int]()
+    by_id, split = dict[str, str](), list[str]()
     for node in nodes:
         entry = _find_entry(node, configuration.name if configuration else "")
-        positions = list_positions(entry) if entry is not None else []
+        positions = list_positions(entry) if entry is not None else {}
+        if beyond := [position for position in positions if not 0 <= position < count]:
+            message = f"tensor {positions[beyond[0]]!r} is on {beyond[0]}, expected devices from 0 to {count - 1}"
+            hint = "negative numbers are groups of devices, listed in its index_to_device_group_map"
+            raise InputError("U023", message, where=f"{format_path(path)}, node {node.name!r}", hint=hint)
         device_id = next((item.value for item in node.metadata_props if item.key == DEVICE_KEY), "")
         if len(positions) > 1:
             split.append(node.name)
         elif device_id:
             by_id[node.name] = device_id
         elif positions:
-            by_position[node.name] = positions[0]
+            by_position[node.name] = next(iter(positions))
         elif entry is not None and entry.HasField("pipeline_stage"):
             by_stage[node.name] = entry.pipeline_stage
     pieces = read_split_assignments(read_metadata(proto).custom_metadata_map.get(SPLITS_KEY, ""), path)
@@ -100,13 +107,31 @@ def _find_entry(node: NodeProto, configuration: str) -> NodeDeviceConfigurationP
     return next(iter(matching or entries), None)
 
 
-def list_positions(entry: NodeDeviceConfigurationProto) -> list[int]:
-    """Return the devices that hold the tensors of a node, by position, each once.
+def list_positions(entry: NodeDeviceConfigurationProto) -> dict[int, str]:
+    """Return the devices that hold tensors of a node, by position, those of groups too; each with its first tensor.
+
+    Shards that name no device are on the first two devices, which is to say on several.
 
     >>> entry = NodeDeviceConfigurationProto(configuration_id="two")
     >>> entry.sharding_spec.add(tensor_name="y", device=[1]).tensor_name
     'y'
     >>> list_positions(entry)
-    [1]
+    {1: 'y'}
     """
-    return list(dict.fromkeys(position for spec in entry.sharding_spec for position in spec.device))
+    positions: dict[int, str] = {}
+    for spec in entry.sharding_spec:
+        is_split = any(part.num_shards > 1 for item in spec.sharded_dim for part in item.simple_sharding)
+        for group in list_groups(spec) or ([(0, 1)] if is_split else []):
+            for device in group:
+                positions.setdefault(device, spec.tensor_name)
+    return positions
+
+
+def list_groups(spec: ShardingSpecProto) -> list[tuple[int, ...]]:
+    """Return the devices of each shard of a tensor; copies of it are on the devices of a group.
+
+    >>> list_groups(ShardingSpecProto(device=[-1, 2], index_to_device_group_map=[{"key": -1, "value": [0, 1]}]))
+    [(0, 1), (2,)]
+    """
+    groups = {entry.key: tuple(dict.fromkeys(entry.value)) for entry in spec.index_to_device_group_map}
+    return [groups.get(number, (number,)) for number in spec.device]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from contextlib import suppress
+from copy import deepcopy
 from pathlib import Path, PurePath
 from types import MappingProxyType
 
@@ -13,6 +14,7 @@ from onnx import ModelProto, StringStringEntryProto, TensorProto
 from onnxplace.errors import InputError, ModelError
 from onnxplace.model.canonicalize import canonicalize
 from onnxplace.model.model import Model
+from onnxplace.model.nested_graphs import walk_nodes
 from onnxplace.model.node_metadata import name_with_module
 from onnxplace.model.operator_checks import note_known_functions
 from onnxplace.model.tensors import find_external_range, find_repository, relocate_external_data, take_fingerprint
@@ -46,6 +48,10 @@ def load(source: str | Path | ModelProto, *, may_lack_weights: bool = False) -> 
         data = read_model_file(path)
         proto, folder, where = parse_model(data, path), path.parent, path.name
     parts = canonicalize(proto, where, folder)
+    if proto.configuration:  # of devices: it is not kept, so what nodes say of it would refer to nothing
+        parts.nodes = deepcopy(parts.nodes)
+        for node in walk_nodes(parts.nodes):
+            del node.device_configurations[:]
     external = [t for t in parts.initializers.values() if t.data_location == TensorProto.EXTERNAL]
     if may_lack_weights:
         external = [tensor for tensor in external if has_external_file(tensor, folder)]

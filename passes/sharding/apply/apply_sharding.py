@@ -74,9 +74,12 @@ class _Written:
 
     sharded: ShardedModel
     profile: Profile
+    groups: Sequence[tuple[int, ...]]
+    """The devices of each stage."""
+    stage: Ints
+    """Per node."""
     device: Ints
     """Per node."""
-    stages: int
     used_share: float
     """The largest share of a device's memory that it takes at one time, by simulation."""
 
@@ -237,12 +240,12 @@ def _write(state: State, candidate: GroupChoice, options: ShardingOptions) -> _W
     profile = scale_profile(state[Profile], sharded, candidate.choice, candidate.work, target, candidate.devices)
     seconds = device_seconds(profile, target)
     position = np.array([origin.device for origin in sharded.origins], dtype=np.int32)
-    stage = cut_into_stages(sharded.model, seconds[candidate.devices[0]], position, len(groups))
+    stage = cut_into_stages(sharded, seconds[candidate.devices[0]], position, len(groups))
     device = np.array(groups, dtype=np.int32)[stage, position]
     problem = placement_problem(state.with_facts(profile))
     step = problem.simulate(device, profile.graph.order)
     shares = [*(step.peak_bytes / problem.limit_bytes), *(step.pool_peak_bytes / target.pool_bytes[:-1])]
-    return _Written(sharded, profile, device, len(groups), float(max(shares)))
+    return _Written(sharded, profile, groups, stage, device, float(max(shares)))
 
 
 def _apply(state: State, candidate: GroupChoice, written: _Written, options: ShardingOptions) -> State:
@@ -251,7 +254,7 @@ def _apply(state: State, candidate: GroupChoice, written: _Written, options: Sha
     shards = Shards(
         device=written.device,
         ways=len(candidate.devices),
-        stages=written.stages,
+        stages=len(written.groups),
         kinds=kinds,
         choice=candidate,
         exchanges=MappingProxyType(dict(sharded.exchanges)),
@@ -260,23 +263,25 @@ def _apply(state: State, candidate: GroupChoice, written: _Written, options: Sha
         split_states=_split_states(sharded, candidate.space),
     )
     original = Original(
-        model=_build_whole(state, sharded, candidate, options, from_parts=False),
+        model=_build_whole(state, written, candidate, options, from_parts=False),
         profile=state[Profile],
-        joined_model=_build_whole(state, sharded, candidate, options, from_parts=True),
+        joined_model=_build_whole(state, written, candidate, options, from_parts=True),
     )
     notes = [_note(candidate, shards), *unsplit]
     return state.with_facts(sharded.model, written.profile, shards, original).with_notes(*notes)
 
 
 def _build_whole(
-    state: State, sharded: ShardedModel, candidate: GroupChoice, options: ShardingOptions, *, from_parts: bool
+    state: State, written: _Written, candidate: GroupChoice, options: ShardingOptions, *, from_parts: bool
 ) -> Model:
     """Return the unsharded model that the bundle keeps as its reference."""
-    whole = build_whole_model(state[Model], sharded, candidate.space.division, from_parts=from_parts)
+    whole = build_whole_model(state[Model], written.sharded, candidate.space.division, from_parts=from_parts)
     if not options.metadata:
         return whole
-    ids = [state.target.devices[device].id for device in candidate.devices]
-    return annotate_model(whole, candidate.space, candidate.choice.strategies, ids)
+    ids = [state.target.devices[device].id for group in written.groups for device in group]
+    steps = zip(written.sharded.origins, written.stage.tolist() if len(written.groups) > 1 else [])
+    stages = {origin.source: stage for origin, stage in steps}
+    return annotate_model(whole, candidate.space, candidate.choice.strategies, ids, stages)
 
 
 def _split_states(sharded: ShardedModel, space: StrategySpace) -> tuple[SplitStateRecord, ...]:
@@ -353,23 +358,23 @@ def list_stage_groups(target: Target, first: Sequence[int], stages: int) -> list
     return groups
 
 
-def cut_into_stages(model: Model, seconds: Floats, position: Ints, stages: int) -> Ints:
+def cut_into_stages(sharded: ShardedModel, seconds: Floats, position: Ints, stages: int) -> Ints:
     """Return the stage of each node: consecutive nodes, of about equal time on the busiest device of the group.
 
-    No cut separates the producer of a carried state from its readers in the next call.
+    No cut separates the producer of a carried state from its readers in the next call, nor the parts of an operator.
 
     Args:
-        model: The sharded model.
+        sharded: The sharded model.
         seconds: Time of each node on its device.
         position: Position of each node's device in its group.
         stages: Number of stages.
     """
-    result = np.zeros(len(model.nodes), dtype=np.int32)
+    result = np.zeros(len(position), dtype=np.int32)
     if stages == 1:
         return result
     busiest = int(np.bincount(position, weights=seconds).argmax())
     elapsed_seconds = np.cumsum(np.where(position == busiest, seconds, 0.0))
-    allowed = np.flatnonzero(_may_cut_before(model))
+    allowed = np.flatnonzero(_may_cut_before(sharded))
     for stage in range(1, stages):
         if not len(allowed):
             break
@@ -380,10 +385,14 @@ def cut_into_stages(model: Model, seconds: Floats, position: Ints, stages: int) 
     return result
 
 
-def _may_cut_before(model: Model) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def _may_cut_before(sharded: ShardedModel) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     """Return, per node, whether a stage may begin with it."""
+    model, first = sharded.model, dict[int, int]()
     may = np.ones(len(model.nodes), dtype=bool)
     may[:1] = False
+    for index, origin in enumerate(sharded.origins):
+        if origin.source >= 0:
+            may[first.setdefault(origin.source, index) + 1 : index + 1] = False
     producer = {name: index for index, node in enumerate(model.nodes) for name in node.output}
     for name, output in model.states.items():
         ends = [*model.readers.get(name, ()), producer[model.sources.get(output, output)]]

@@ -1,47 +1,36 @@
 """What goes with a sharded model: its profile, scaled, and the unsharded model with its interface and weights.
 
-The unsharded model is the reference of the bundle. It may carry the layouts in ONNX's own words: device configurations
-and sharding specifications, which ONNX has had since IR version 11 (docs/IR.md of ONNX, "Multi-device execution"). They
-say nothing of partial values, nor of uneven parts: these are left out.
+The unsharded model is the reference of the bundle. It may carry the layouts and stages in ONNX's own words: device
+configurations and sharding specifications (docs/IR.md of ONNX, "Multi-device execution").
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
-from onnx import (
-    DeviceConfigurationProto,
-    NodeDeviceConfigurationProto,
-    NodeProto,
-    ShardingSpecProto,
-    TensorProto,
-    helper,
-    numpy_helper,
-)
+from onnx import DeviceConfigurationProto, NodeProto, TensorProto, helper, numpy_helper
 
 from onnxplace.facts import Profile
 from onnxplace.graph.op_graph import Floats, Ints, Longs, number_densely
+from onnxplace.model.device_metadata import CONFIGURATION, MIN_IR_VERSION
 from onnxplace.model.lowering import build_op_graph, value_bytes
 from onnxplace.model.model import Model
 from onnxplace.passes.placement.grouping.node_groups import Union, first_equal
 from onnxplace.passes.sharding.apply.exchanges import list_slice_arguments
 from onnxplace.passes.sharding.apply.sharded_model import ShardedModel, StateLayout
+from onnxplace.passes.sharding.apply.sharding_specs import specify
 from onnxplace.passes.sharding.choose.layout_choice import LayoutChoice
-from onnxplace.passes.sharding.rules.layouts import PARTIAL, Division, Layout
+from onnxplace.passes.sharding.rules.layouts import Division, Layout
 from onnxplace.passes.sharding.space.known_shapes import infer_all_shapes
 from onnxplace.passes.sharding.space.node_strategies import NodeStrategy
 from onnxplace.passes.sharding.space.sharding_costs import WorkCosts
 from onnxplace.passes.sharding.space.strategy_space import StrategySpace
 from onnxplace.problem import device_seconds
 from onnxplace.target.target import Target
-
-CONFIGURATION = "onnxplace"
-"""Name of the device configuration."""
-MIN_IR_VERSION = 11
 
 
 def scale_profile(
@@ -211,53 +200,39 @@ class _WholeModel:
 
 
 def annotate_model(
-    model: Model, space: StrategySpace, strategies: Sequence[NodeStrategy], device_ids: Sequence[str]
+    model: Model,
+    space: StrategySpace,
+    strategies: Sequence[NodeStrategy],
+    device_ids: Sequence[str],
+    stages: Mapping[int, int],
 ) -> Model:
-    """Return a model whose nodes carry their sharding specifications.
+    """Return a model whose nodes carry their sharding specifications and stages.
 
     Args:
         model: The unsharded model; it may have more nodes than those of `space`.
         space: Gives shapes and divisions.
         strategies: One for each node of `space`.
-        device_ids: The devices of the group.
+        device_ids: The devices of the groups of all stages, one group after the other.
+        stages: Node of `space` -> its stage; empty if there is one group.
     """
-    by_name = {node.name: strategy for node, strategy in zip(space.facts.model.nodes, strategies)}
-    nodes = [_annotate(node, space, by_name[node.name]) if node.name in by_name else node for node in model.nodes]
+    numbers, ways = {node.name: index for index, node in enumerate(space.facts.model.nodes)}, space.division.count
+
+    def annotate(node: NodeProto) -> NodeProto:
+        if (number := numbers.get(node.name)) is None:
+            return node
+        strategy, stage, copy = strategies[number], stages.get(number), deepcopy(node)
+        entry = copy.device_configurations.add(configuration_id=CONFIGURATION, pipeline_stage=stage)
+        group = range((stage or 0) * ways, ((stage or 0) + 1) * ways)
+        layouts = dict((*zip(node.input, strategy.inputs), *zip(node.output, strategy.outputs)))
+        shapes, division = space.facts.shapes, space.division
+        specs = (specify(name, layout, shapes.get(name, ()), division, group) for name, layout in layouts.items())
+        entry.sharding_spec.extend(filter(None, specs))
+        return copy
+
     configuration = DeviceConfigurationProto(name=CONFIGURATION, num_devices=len(device_ids), device=device_ids)
     return replace(
         model,
-        nodes=tuple(nodes),
+        nodes=tuple(map(annotate, model.nodes)),
         ir_version=max(model.ir_version, MIN_IR_VERSION),
         device_configurations=(configuration,),
     )
-
-
-def _annotate(node: NodeProto, space: StrategySpace, strategy: NodeStrategy) -> NodeProto:
-    """Return a node with the layouts of its inputs and outputs."""
-    entry = NodeDeviceConfigurationProto(configuration_id=CONFIGURATION)
-    values = dict((*zip(node.input, strategy.inputs), *zip(node.output, strategy.outputs)))
-    for name, layout in values.items():
-        if name and layout is not None and (spec := _specify(name, layout, space)) is not None:
-            entry.sharding_spec.append(spec)
-    copy = deepcopy(node)
-    copy.device_configurations.append(entry)
-    return copy
-
-
-def _specify(name: str, layout: Layout, space: StrategySpace) -> ShardingSpecProto | None:
-    """Return the specification of a value, None for what ONNX cannot express."""
-    count = space.division.count
-    spec = ShardingSpecProto(tensor_name=name, device=range(count))
-    if layout == PARTIAL or layout.rows:
-        return None
-    if not layout.is_split:
-        return spec
-    size = space.facts.shapes[name][layout.axis]
-    if len({space.division.local_size(layout, size, device) for device in range(count)}) > 1:
-        return None
-    if layout.is_in_runs or space.division.copies(layout) > 1:
-        return None
-    dimension = spec.sharded_dim.add(axis=layout.axis)
-    for _ in range(layout.outer):  # fused tensors, such as q, k and v, are each split
-        dimension.simple_sharding.add(dim_value=size // layout.outer, num_shards=count)
-    return spec

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 Rows = tuple[int, int]
@@ -178,9 +178,9 @@ class Division:
         """
         if all(own == (0, size) for own in rows):
             return REPLICATED
-        even = self.split(axis, size)
-        if even is not None and self.held(even, size) == list(rows):
-            return even
+        cut = self.split(axis, size, 1, size // math.gcd(size, *chain(*rows)))
+        if cut is not None and self.held(cut, size) == list(rows):
+            return cut
         return Layout(axis, rows=tuple(rows))
 
     def holds(self, source: Layout, result: Layout) -> bool:

@@ -17,12 +17,13 @@ from typing import Any
 from onnxplace.bundle.manifest import Manifest
 from onnxplace.errors import Diagnostic, InputError, UsageError, format_count, format_names, format_value
 from onnxplace.export.exporting import note_routes, require_one_host
-from onnxplace.export.segment_models import BundleModels, SegmentModel, write_segment_files
+from onnxplace.export.segment_models import BundleModels, SegmentModel
 from onnxplace.target.device_kinds import list_provider_options
 from onnxplace.target.kind_table import find_kind
 from onnxplace.target.plugin_providers import has_library, load_provider
 from onnxplace.target.target import Device
 from onnxplace.utils.files import format_path, read_json
+from onnxplace_formats.segment_files import write_segment_files
 
 CONFIG_FILE = "genai_config.json"
 # More layers than any decoder has: a name is made for each.

@@ -10,10 +10,11 @@ from typing import Any
 
 from onnxplace.errors import Diagnostic
 from onnxplace.export.exporting import note_plans, note_routes, require_one_host
-from onnxplace.export.segment_models import BundleModels, write_segment_files
+from onnxplace.export.segment_models import BundleModels
 from onnxplace.model.tensors import parse_type
 from onnxplace.target.kind_table import find_kind
 from onnxplace.target.target import Device
+from onnxplace_formats.segment_files import write_segment_files
 
 PLAN_FILE, SCRIPT_FILE = "stages.json", "run.py"
 # Parts of the names of element types that numpy does not have.

@@ -19,11 +19,12 @@ from onnxplace.bundle.bundle_routes import list_routes
 from onnxplace.bundle.manifest import InputRecord, Manifest, OutputRecord, SegmentRecord
 from onnxplace.errors import Diagnostic, InputError, UsageError, format_names, suggest_nearest
 from onnxplace.export.exporting import note_plans, require_one_host
-from onnxplace.export.segment_models import BundleModels, list_producers, write_segment_files
+from onnxplace.export.segment_models import BundleModels
 from onnxplace.target.target import Device
 from onnxplace.utils.names import claim_name
 from onnxplace.utils.progress import progress_part, report_progress
 from onnxplace_formats.plain_stages import is_numpy_type
+from onnxplace_formats.segment_files import list_producers, write_segment_files
 
 CONFIG_FILE, MODEL_FILE, SCRIPT_FILE = "config.pbtxt", "model.onnx", "model.py"
 BUNDLE_FOLDER = "model.bundle"

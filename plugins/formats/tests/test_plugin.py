@@ -17,7 +17,7 @@ HEAVY = ("networkx", "numpy", "onnx", "onnxplace_formats.graphml_format", "onnxp
 @pytest.mark.parametrize(
     ("group", "names"),
     [
-        ("export_formats", {"stages", "triton", "ort-genai"}),
+        ("export_formats", {"stages", "triton", "ort-genai", "onnx-metadata"}),
         ("export_options", {"triton", "ort-genai"}),
         ("graph_formats", {"graphml"}),
         ("graph_functions", {"from_networkx", "to_networkx", "GENERATORS"}),

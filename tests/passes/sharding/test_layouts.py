@@ -91,6 +91,14 @@ def test_blocks_keep_heads_together() -> None:
     assert [division.local_size(layout, 100, device) for device in (0, 1)] == [52, 48]
 
 
+def test_rows_that_blocks_would_have_are_no_other_layout() -> None:
+    """14 patches of 16 rows, on three devices; 224 rows would be cut elsewhere."""
+    division = Division((1.0,) * 3)
+    layout = division.hold(2, 224, [(0, 80), (80, 144), (144, 224)])
+    assert layout == division.split(2, 224, 1, 14)
+    assert layout != division.split(2, 224)
+
+
 def test_outer_splits_each_of_several_tensors_in_one_axis() -> None:
     division = Division((1.0, 1.0))
     layout = division.split(0, 12, 3)

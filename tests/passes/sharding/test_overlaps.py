@@ -17,6 +17,7 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper, parser
 
 from onnxplace.passes.sharding.apply.derived_facts import annotate_model, build_whole_model
 from onnxplace.passes.sharding.apply.sharded_model import write_sharded_model
+from onnxplace.passes.sharding.apply.sharding_specs import read_layout
 from onnxplace.passes.sharding.choose.layout_choice import ChoiceProblem, LayoutChoice
 from onnxplace.passes.sharding.rules.convolution_rules import MAX_OVERLAP, list_overlaps
 from onnxplace.passes.sharding.rules.layouts import REPLICATED, Division, Layout
@@ -221,8 +222,12 @@ def test_weights_and_specifications_of_parts_that_overlap_stay_whole() -> None:
     assert parts == [(1, 1, 9, 1)] * 2
     whole = build_whole_model(model, sharded, space.division, from_parts=True)
     assert "shift" in whole.initializers
-    specified = annotate_model(model, space, choice.strategies, ["cpu:0", "cpu:1"]).nodes[0].device_configurations[0]
-    assert [spec.tensor_name for spec in specified.sharding_spec] == []
+    annotated = annotate_model(model, space, choice.strategies, ["cpu:0", "cpu:1"], {})
+    (entry,) = annotated.nodes[0].device_configurations
+    specs = {spec.tensor_name: read_layout(spec, [1, 1, 16, 4], space.division) for spec in entry.sharding_spec}
+    assert specs["s"] == before.outputs[0]
+    assert isinstance(specs["s"], Layout)
+    assert specs["s"].rows
     feeds = {"x": np.arange(64, dtype=np.float32).reshape(1, 1, 16, 4), "w": np.ones((1, 1, 3, 3), np.float32)}
     (expected,) = run_plain(whole.whole_proto().SerializeToString(), [feeds])
     check(space, choice, feeds, expected)

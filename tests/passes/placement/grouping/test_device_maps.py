@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
@@ -127,7 +128,7 @@ def test_maps_of_no_known_form_are_refused(rules, words, tmp_path):
     assert words in error.value.message
 
 
-def annotated(folder: Path, configuration: str = "", **entry: object) -> Path:
+def annotated(folder: Path, configuration: str = "", **entry: Any) -> Path:
     """Write a model of the nodes NAMES whose first one has ONNX's metadata."""
     nodes = [onnx.helper.make_node("Neg", [f"v{i}"], [f"v{i + 1}"], name=name) for i, name in enumerate(NAMES)]
     values = [onnx.helper.make_tensor_value_info(name, 1, [3]) for name in ("v0", f"v{len(NAMES)}")]
@@ -139,15 +140,27 @@ def annotated(folder: Path, configuration: str = "", **entry: object) -> Path:
         item = model.graph.node[0].device_configurations.add(configuration_id="c")
         if "stage" in entry:
             item.pipeline_stage = entry["stage"]
-        if "device" in entry:
-            item.sharding_spec.add(tensor_name="v1", device=entry["device"])
+        if "device" in entry or "shards" in entry:
+            spec = item.sharding_spec.add(tensor_name="v1", device=entry.get("device", []))
+            for key, group in entry.get("groups", {}).items():
+                spec.index_to_device_group_map.add(key=key, value=group)
+            if "shards" in entry:
+                spec.sharded_dim.add(axis=0).simple_sharding.add(num_shards=entry["shards"])
     onnx.save(model, folder / "annotated.onnx")
     return folder / "annotated.onnx"
 
 
 @pytest.mark.parametrize(
     ("configuration", "entry"),
-    [("cpu:0,cpu:1", {"device": [1]}), ("2", {"device": [1]}), ("2", {"stage": 1}), ("cpu:1,cpu:0", {"device": [0]})],
+    [
+        ("cpu:0,cpu:1", {"device": [1]}),
+        ("2", {"device": [1]}),
+        ("2", {"stage": 1}),
+        ("cpu:1,cpu:0", {"device": [0]}),
+        ("2", {"device": [-1], "groups": {-1: [1]}}),
+        ("2", {"device": [-5, 1, 0], "groups": {-5: [1, 1], 0: [1]}}),
+        ("", {"device": [1]}),
+    ],
 )
 def test_devices_in_onnx_metadata_are_names_positions_or_stages(configuration, entry, tmp_path):
     assert pins(annotated(tmp_path, configuration, **entry)) == ["cpu:1", "", "", "", "", "U025"]
@@ -169,12 +182,40 @@ def test_a_configuration_of_a_thousand_million_devices_costs_no_memory(tmp_path)
         ("npu:0,npu:1", {"device": [1]}, ("T005", "no device 'npu:1'", "cpu:0, cpu:1")),
         ("2", {"stage": 7}, ("T005", "position 7")),
         ("cpu:0,cpu:1", {"device": [0, 1]}, ("U020", "/model/embed/Gather")),
+        ("cpu:0,cpu:1", {"device": [-1], "groups": {-1: [0, 1]}}, ("U020", "/model/embed/Gather")),
+        ("2", {"device": [0, 2]}, ("U023", "node '/model/embed/Gather'", "'v1' is on 2, expected devices from 0 to 1")),
+        ("2", {"device": [-1]}, ("U023", "'v1' is on -1, expected devices from 0 to 1", "index_to_device_group_map")),
+        ("", {"device": [-1]}, ("U023", "'v1' is on -1, expected devices from 0 to 2147483647")),
+        ("2", {"device": [-1], "groups": {-1: [0, 2]}}, ("U023", "'v1' is on 2, expected devices from 0 to 1")),
+        ("2", {"device": [-1], "groups": {-1: [-2], -2: [-1]}}, ("U023", "'v1' is on -2, expected")),
     ],
 )
 def test_metadata_that_pins_nothing_is_refused(configuration, entry, words, tmp_path):
     with pytest.raises(onnxplace.OnnxplaceError) as refused:
         pins(annotated(tmp_path, configuration, **entry))
     assert [word for word in words if word not in str(refused.value)] == []
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"device": [-1], "groups": {-1: [0, 1]}},
+        {"device": [0, 1]},
+        {"shards": 2},
+        {"device": [0, 0, 1], "shards": 3},
+        {"device": [-1, -2], "groups": {-1: [0], -2: [1]}, "shards": 2},
+        {"device": [-1], "groups": {-1: [0, 1]}, "stage": 1},
+    ],
+)
+def test_nodes_on_a_group_or_on_several_devices_are_free(entry, tmp_path):
+    path = annotated(tmp_path, "cpu:0,cpu:1", **entry)
+    model = onnx.load(path)
+    model.graph.node[1].device_configurations.add(configuration_id="c").sharding_spec.add(tensor_name="v2", device=[1])
+    onnx.save(model, path)
+    graph = graph_of({name: [] for name in NAMES})
+    pinned, (note,) = read_pins(str(path), graph, CPUS, ())
+    assert pinned.tolist() == [-1, 1, -1, -1, -1]
+    assert "1 node on several devices, such as '/model/embed/Gather'" in note.message
 
 
 def test_a_model_of_other_names_is_refused(tmp_path):

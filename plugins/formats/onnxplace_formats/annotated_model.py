@@ -17,14 +17,13 @@ from onnxplace.bundle.manifest import Manifest
 from onnxplace.errors import Diagnostic
 from onnxplace.export.exporting import note_plans, note_routes
 from onnxplace.export.merging import build_whole_model, collect_initializers
-from onnxplace.export.segment_models import BundleModels, list_producers
-from onnxplace.model.device_metadata import DEVICE_KEY
+from onnxplace.export.segment_models import BundleModels
+from onnxplace.model.device_metadata import CONFIGURATION, DEVICE_KEY, MIN_IR_VERSION
 from onnxplace.model.model import MAX_INLINE_BYTES
 from onnxplace.model.tensors import tensor_size
 from onnxplace.model.weights import WeightFile
+from onnxplace_formats.segment_files import list_producers
 
-CONFIGURATION = "onnxplace"
-MIN_IR_VERSION = 11
 MODEL_FILE = "model.onnx"
 SEGMENT_KEY = "onnxplace.segment"
 
