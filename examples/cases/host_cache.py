@@ -156,7 +156,10 @@ def measure_here(settings: Settings) -> Table:
     for what, timing in timings.items():
         per_token = Timing(timing.seconds / TOKENS, timing.low / TOKENS, timing.high / TOKENS)
         rows.append(timed_row(what, per_token, predicted.get(what)))
-    return Table(f"A token, processor of this machine, {len(cache)} cache tensors", rows, BASELINE)
+    remark = (
+        f"{len(cache)} cache tensors of {next(iter(cache.values())).nbytes / 1e3:.0f} kB; {TOKENS} tokens in a row."
+    )
+    return Table("A token on the processor of this machine", rows, BASELINE, [remark])
 
 
 def make_gpu() -> Device:

@@ -134,6 +134,11 @@ def measure(settings: Settings) -> list[Table]:
     return tables
 
 
+def describe_texts(count: int) -> str:
+    """Return the number of texts in words."""
+    return "one text" if count == 1 else f"{count} texts"
+
+
 def has_webgpu() -> bool:
     """Return whether this ONNX Runtime has the WebGPU provider: that of `onnxplace[webgpu]` has."""
     return "WebGpuExecutionProvider" in onnxruntime.get_available_providers()
@@ -162,7 +167,9 @@ def compare_times(model: Path, batch: int, settings: Settings) -> Table:
         )
     used = " and ".join(device.id for device in plan.devices if device.nodes)
     rows.append(Row(f"onnxplace, {GPU} and processor", seconds, note=f"{plan.transfers} copies, on {used}"))
-    return Table(f"{model.stem.capitalize()} encoder, texts a request: {batch}", rows, BASELINE)
+    return Table(
+        f"{model.stem.capitalize()} encoder: times", rows, BASELINE, [f"A request has {describe_texts(batch)}."]
+    )
 
 
 def count_copies(model: Path, batch: int, settings: Settings) -> Table:
@@ -187,12 +194,13 @@ def count_copies(model: Path, batch: int, settings: Settings) -> Table:
         # Process 1 of the trace is what was measured, the other one what was predicted.
         made = [item for item in opened.trace(last=1)["traceEvents"] if (item["pid"], item.get("cat")) == (1, "copy")]
     return Table(
-        f"Values that cross, {model.stem} encoder, texts a request: {batch}",
+        f"{model.stem.capitalize()} encoder: values that cross",
         [
             Row("one session, WebGPU first", measured=spread, unit="count"),
             Row("onnxplace, encoder on webgpu:0", bundle.manifest.transfers, len(made), unit="count"),
         ],
         "one session, WebGPU first",
+        [f"A request has {describe_texts(batch)}."],
     )
 
 
