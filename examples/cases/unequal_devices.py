@@ -89,6 +89,8 @@ def measure_memory(settings: Settings) -> Table:
     options = {
         "devices": list(MEMORY),
         "shape": {"batch": 1, "seq": 32},
+        "stream": "off",
+        "recompute": "off",
         "max_memory": ",".join(f"{device}={limit}" for device, limit in limits.items()),
     }
     try:
