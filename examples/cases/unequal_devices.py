@@ -74,7 +74,7 @@ def halve_layers(devices: tuple[str, str], folder: Path) -> Path:
     late = "|".join(map(str, range(LAYERS // 2, LAYERS)))
     path = folder / f"halves-{devices[0].partition(':')[0]}.json"
     path.write_text(
-        json.dumps({f"(encoder/block_({late})/|encoder/final|pooler|last).*": devices[1], ".*": devices[0]})
+        json.dumps({f"(encoder/block_({late})/|encoder/final|pooler|pooled|last).*": devices[1], ".*": devices[0]})
     )
     return path
 

@@ -37,6 +37,19 @@ def everything(case):
     return module
 
 
+@pytest.fixture(scope="module")
+def encode(case, tmp_path_factory):
+    """Return a function from texts to the features of the model of `host_control`."""
+    import host_control
+    import onnxruntime
+
+    path = tmp_path_factory.mktemp("texts") / "model.onnx"
+    onnx.save(host_control.encoder_of_texts(layers=1, hidden=8, heads=2), path)
+    onnx.checker.check_model(path, full_check=True)
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    return lambda texts: session.run(None, {"texts": np.array(texts, dtype=object)})[0]
+
+
 def run(name, *arguments):
     command = [sys.executable, str(FOLDER / f"{name}.py"), *arguments]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
@@ -147,3 +160,48 @@ def test_a_table_replaces_the_one_between_its_marks(case, everything):
 def test_all_lists_each_case_once(everything):
     assert everything.list_cases() == NAMES
     assert everything.list_cases("host_") == ["host_cache", "host_control"]
+
+
+# --------------------------------------------------------------------------------------------------------- the models
+
+
+def test_each_text_is_encoded_by_itself(encode, case):
+    import host_control
+
+    texts = host_control.make_texts(5, seed=3).tolist()
+    one_by_one = np.concatenate([encode([text]) for text in texts])
+    np.testing.assert_allclose(encode(texts), one_by_one, rtol=1e-5, atol=1e-6)
+
+
+def test_a_text_is_cut_to_its_first_words(encode, case):
+    import host_control
+
+    words = host_control.WORDS * 4
+    cut = words[: host_control.LENGTH]
+    assert len(words) > len(cut)
+    np.testing.assert_allclose(encode([" ".join(words)]), encode([" ".join(cut)]), rtol=1e-5, atol=1e-6)
+    assert not np.allclose(encode([" ".join(cut)]), encode([" ".join(cut[:-1])]))
+
+
+def test_half_of_the_layers_goes_to_each_device(case, tmp_path):
+    import unequal_devices
+
+    import models
+
+    pins = json.loads(unequal_devices.halve_layers(("cpu:0", "cpu:1"), tmp_path).read_text())
+    nodes = [node.name for node in models.build("transformer", layers=unequal_devices.LAYERS, hidden=8).graph.node]
+    placed = {name: next(device for text, device in pins.items() if re.match(text, name)) for name in nodes}
+    blocks = {int(found[1]): device for name, device in placed.items() if (found := re.search(r"block_(\d+)/", name))}
+    assert blocks == {layer: "cpu:0" if layer < 6 else "cpu:1" for layer in range(12)}
+    assert placed["embedding/tokens"] == "cpu:0"
+    assert placed["pooled"] == "cpu:1"
+
+
+@pytest.mark.slow
+def test_a_published_step_without_copies_is_shorter(case, tmp_path):
+    import host_cache
+
+    table = host_cache.simulate_published(case.Settings(True, tmp_path))
+    rows = {row.what: row for row in table.rows}
+    assert rows["cache kept on the GPU"].predicted < rows["cache through the host"].predicted
+    assert rows["the difference"].measured == pytest.approx(0.022)
