@@ -152,6 +152,7 @@ def simulate_speed(settings: Settings) -> list[Table]:
     latencies = [
         *(Row(f"{name} alone", item.step_seconds) for name, item in alone.items()),
         Row(equal, halves.step_seconds),
+        *(Row("onnxplace, uneven parts of operators", item.step_seconds) for item in planned if "shard" in item.name),
         Row(f"onnxplace, least latency: {fastest.name}", fastest.step_seconds),
     ]
     rates = [
