@@ -12,19 +12,12 @@ size, and is never below what the peak rates allow.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from onnxplace.target.limits import MAX_SECONDS, require_number
 
-_RANGES = {
-    "launch_seconds": (0.0, MAX_SECONDS),
-    "ramp_seconds": (0.0, MAX_SECONDS),
-    "ramp_length": (1.0, 1e9),
-    "compute_share": (1e-6, 1.0),
-    "memory_share": (1e-6, 1.0),
-    "sharpness": (1.0, 20.0),
-}
+# The least and the largest number of each field, in their order.
+_RANGES = ((0.0, MAX_SECONDS), (0.0, MAX_SECONDS), (1.0, 1e9), (1e-6, 1.0), (1e-6, 1.0), (1.0, 20.0))
 
 
 @dataclass(frozen=True)
@@ -45,8 +38,8 @@ class ProductTimes:
     """How well computing and moving overlap: 1 for not at all; from 3 on, the larger one counts."""
 
     def __post_init__(self) -> None:
-        for name, (least, most) in _RANGES.items():
-            require_number(self, name, "products", least, most)
+        for item, (least, most) in zip(fields(self), _RANGES):
+            require_number(self, item.name, "products", least, most)
 
     def seconds(self, computing: float, moving: float, depth: int, launch_seconds: float = 0.0) -> float:
         """Return the seconds of a product.
@@ -60,10 +53,7 @@ class ProductTimes:
             depth: Length of the axis that it sums over.
             launch_seconds: The least that any kernel takes there, where that is longer than in the measurements.
         """
-        shares = computing / self.compute_share, moving / self.memory_share
-        longest = max(*shares, 1e-30)  # a scale that keeps the powers within floating point
-        overlapped = longest * math.pow(
-            sum(math.pow(part / longest, self.sharpness) for part in shares), 1 / self.sharpness
-        )
+        low, high = sorted((computing / self.compute_share, moving / self.memory_share))
+        overlapped: float = high * (1 + (low / high) ** self.sharpness) ** (1 / self.sharpness) if high else 0.0
         ramp = self.ramp_seconds * depth / (depth + self.ramp_length)
         return max(self.launch_seconds, launch_seconds) + ramp + overlapped

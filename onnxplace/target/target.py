@@ -116,11 +116,10 @@ class Device:
             require_number(self, name, self.id, 0, MAX_RATE)
         for name in ("segment_seconds", "input_seconds", "output_seconds", "kernel_seconds"):
             require_number(self, name, self.id, 0, MAX_SECONDS)
-        for name in (*self.type_operations_per_second, *self.products):
+        for name, rate in {**dict.fromkeys(self.products, 1.0), **self.type_operations_per_second}.items():
             if name not in DATA_TYPES:
                 message = f"there is no rate for {format_value(name)}"
                 raise TargetError("T007", message, where=self.id, hint=suggest_nearest(str(name), DATA_TYPES))
-        for name, rate in self.type_operations_per_second.items():
             if not 0 < rate <= MAX_RATE:
                 message = f"expected a number above 0, up to {MAX_RATE}, for {name}, got {format_value(rate)}"
                 raise TargetError("T007", message, where=self.id)

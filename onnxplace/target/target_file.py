@@ -14,7 +14,6 @@ from typing import TypeVar
 from onnxplace.errors import InputError, TargetError, format_names, format_one_line, format_value, suggest_nearest
 from onnxplace.target.hosts import ALL_TO_ALL, PER_HOST
 from onnxplace.target.limits import require_device_limit
-from onnxplace.target.product_times import ProductTimes
 from onnxplace.target.target import LINK_MODELS, Device, Link, Pool, Shared, Target
 from onnxplace.utils.files import read_text
 
@@ -163,7 +162,7 @@ def format_target(target: Target, *, compact: bool = False) -> str:
 
 def _list_entries(record: Device | Link | Shared | Pool) -> dict[str, object]:
     """Return the fields of a record, as a file has them."""
-    entries = {item.name: getattr(record, item.name) for item in fields(record)}
+    entries = asdict(record)
     if isinstance(record, Link) and record.source in (ALL_TO_ALL, PER_HOST):
         del entries["destination"]
         return {"between": entries.pop("source"), **entries}
@@ -191,8 +190,6 @@ def _format_value(value: object) -> str:
     """Return a value as TOML text; JSON strings are TOML strings, except for the delete character."""
     if isinstance(value, tuple):
         return f"[{', '.join(_format_value(item) for item in value)}]"
-    if isinstance(value, ProductTimes):
-        value = asdict(value)
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{name} = {_format_value(item)}' for name, item in value.items())}}}"
     return json.dumps(value, ensure_ascii=True).replace("\\u007f", "\\u007F") if isinstance(value, str) else repr(value)

@@ -25,7 +25,11 @@ from onnxplace.model.nested_graphs import iterate_subgraphs
 from onnxplace.model.tensors import tensor_size
 from onnxplace.target.kind_table import find_kind
 from onnxplace.target.product_times import ProductTimes
-from onnxplace.target.target import DATA_TYPES, Device
+from onnxplace.target.target import Device
+
+
+# Operations, moved bytes, and the length of the axis that a product sums over: what the functions `count_*` return.
+Work = tuple[float, int, int | None]
 
 
 @dataclass(frozen=True)
@@ -42,18 +46,9 @@ class PeakRates:
     products: Mapping[str, ProductTimes] = field(default_factory=dict)
     """Times of matrix products of the types for which they were measured."""
 
-    def seconds(
-        self, node: NodeProto, types: Mapping[str, int], operations: float, moved_bytes: int, depth: int | None
-    ) -> float:
-        """Return the seconds of a node's work; types of inputs without a rate have that of float32.
-
-        Args:
-            node: The node.
-            types: Element types of its inputs.
-            operations: What `count_operations` returns.
-            moved_bytes: What `count_moved_bytes` returns.
-            depth: What `count_depth` returns.
-        """
+    def seconds(self, node: NodeProto, types: Mapping[str, int], work: Work) -> float:
+        """Return the seconds of a node's work; types of its first input without a rate have that of float32."""
+        operations, moved_bytes, depth = work
         element = types.get(node.input[0], TensorProto.UNDEFINED) if node.input else TensorProto.UNDEFINED
         if node.op_type == "DynamicQuantizeMatMul":  # it quantises its first input itself
             element = TensorProto.INT8
@@ -99,13 +94,12 @@ def device_peaks(device: Device) -> PeakRates:
     rates = {name: rate / cores for name, rate in device.type_operations_per_second.items()}
     if "tf32" in rates:
         rates["tf32"] = rates.get(device.precision, operations)
-    computed = {name: device.precision if name == "tf32" else name for name in DATA_TYPES}
     return PeakRates(
         operations_per_second=operations,
         bytes_per_second=device.memory_bytes_per_second or typical.bytes_per_second,
         kernel_seconds=device.kernel_seconds or typical.kernel_seconds,
         type_operations_per_second=rates,
-        products={name: device.products[key] for name, key in computed.items() if key in device.products},
+        products={k: v for k, v in device.products.items() if k != "tf32" or device.precision == k},
     )
 
 
@@ -185,7 +179,7 @@ class _Roofline:
             return max(subgraph_seconds) * self._count_iterations(node) + self.peaks.kernel_seconds
         moved_bytes = count_moved_bytes(node, reads, self.sizes)
         operations = count_operations(node, self.shapes) / self.cores
-        return self.peaks.seconds(node, self.types, operations, moved_bytes, count_depth(node, self.shapes))
+        return self.peaks.seconds(node, self.types, (operations, moved_bytes, count_depth(node, self.shapes)))
 
     def _count_iterations(self, node: NodeProto) -> int:
         """Return how often a node's subgraph runs, if known.
