@@ -27,8 +27,7 @@ from onnxplace.target.kind_table import find_kind
 from onnxplace.target.product_times import ProductTimes
 from onnxplace.target.target import Device
 
-
-# Operations, moved bytes, and the length of the axis that a product sums over: what the functions `count_*` return.
+# Operations, moved bytes, and the length of the axis that a product sums over.
 Work = tuple[float, int, int | None]
 
 
@@ -46,14 +45,17 @@ class PeakRates:
     products: Mapping[str, ProductTimes] = field(default_factory=dict)
     """Times of matrix products of the types for which they were measured."""
 
-    def seconds(self, node: NodeProto, types: Mapping[str, int], work: Work) -> float:
-        """Return the seconds of a node's work; types of its first input without a rate have that of float32."""
+    def seconds(self, node: NodeProto, types: Mapping[str, int], work: Work, cores: int = 1) -> float:
+        """Return the seconds of a node's work on so many cores.
+
+        The type of its first input counts; types without a rate have that of float32.
+        """
         operations, moved_bytes, depth = work
         element = types.get(node.input[0], TensorProto.UNDEFINED) if node.input else TensorProto.UNDEFINED
         if node.op_type == "DynamicQuantizeMatMul":  # it quantises its first input itself
             element = TensorProto.INT8
         name = _RATES.get(element, "")
-        computing = operations / self.type_operations_per_second.get(name, self.operations_per_second)
+        computing = operations / (self.type_operations_per_second.get(name, self.operations_per_second) * cores)
         moving = moved_bytes / self.bytes_per_second
         if depth is not None and name in self.products:
             return self.products[name].seconds(computing, moving, depth, self.kernel_seconds)
@@ -177,9 +179,7 @@ class _Roofline:
         ]
         if subgraph_seconds:
             return max(subgraph_seconds) * self._count_iterations(node) + self.peaks.kernel_seconds
-        moved_bytes = count_moved_bytes(node, reads, self.sizes)
-        operations = count_operations(node, self.shapes) / self.cores
-        return self.peaks.seconds(node, self.types, (operations, moved_bytes, count_depth(node, self.shapes)))
+        return self.peaks.seconds(node, self.types, count_work(node, reads, self.shapes, self.sizes), self.cores)
 
     def _count_iterations(self, node: NodeProto) -> int:
         """Return how often a node's subgraph runs, if known.
@@ -232,6 +232,11 @@ _OPERATIONS_PER_OUTPUT = {
 _POOLS = {"MaxPool", "AveragePool", "LpPool"}
 _REDUCTION_PREFIXES = ("Reduce", "Global", "ArgM", "CumSum")
 _SORTS = {"TopK", "Unique", "NonMaxSuppression"}
+
+
+def count_work(node: NodeProto, reads: Sequence[str], shapes: Shapes, sizes: Mapping[str, int]) -> Work:
+    """Return operations, moved bytes and the depth of a node that reads these names."""
+    return count_operations(node, shapes), count_moved_bytes(node, reads, sizes), count_depth(node, shapes)
 
 
 def count_moved_bytes(node: NodeProto, reads: Sequence[str], sizes: Mapping[str, int]) -> int:

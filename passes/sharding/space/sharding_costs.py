@@ -10,13 +10,7 @@ import numpy as np
 
 from onnxplace.graph.op_graph import Floats
 from onnxplace.model.tensors import packed_size
-from onnxplace.passes.profiling.roofline import (
-    PeakRates,
-    count_depth,
-    count_moved_bytes,
-    count_operations,
-    device_peaks,
-)
+from onnxplace.passes.profiling.roofline import PeakRates, Work, count_work, device_peaks
 from onnxplace.passes.sharding.rules.layouts import PARTIAL, REPLICATED, Division, Layout
 from onnxplace.passes.sharding.rules.node_views import NodeView, Shape
 from onnxplace.passes.sharding.space.node_strategies import NodeStrategy, local_shapes
@@ -350,9 +344,7 @@ class WorkCosts:
         ratio = part_seconds / whole_seconds
         return _PartWork(operations_ratio=ratio, part_weight_bytes=0, whole_weight_bytes=0, roofline_ratio=ratio)
 
-    def _count(
-        self, view: NodeView, inputs: Sequence[Shape | None], outputs: Sequence[Shape | None]
-    ) -> tuple[float, int, int | None]:
+    def _count(self, view: NodeView, inputs: Sequence[Shape | None], outputs: Sequence[Shape | None]) -> Work:
         """Return operations, bytes and summed elements of a node on parts of these shapes."""
         facts, node = self.space.facts, view.node
         shapes = {
@@ -362,7 +354,7 @@ class WorkCosts:
         }
         sizes = {name: packed_size(_numeric_type(facts, name), shape) for name, shape in shapes.items()}
         reads = tuple(dict.fromkeys(name for name in node.input if name))
-        return count_operations(node, shapes), count_moved_bytes(node, reads, sizes), count_depth(node, shapes)
+        return count_work(node, reads, shapes, sizes)
 
     def _count_weights(self, view: NodeView, inputs: Sequence[Shape | None]) -> int:
         """Return the bytes of the inputs that are weights."""
@@ -379,8 +371,8 @@ class WorkCosts:
             return self.peaks[0].kernel_seconds
         return self._roofline(self._count(view, view.inputs, view.outputs), view, 0)
 
-    def _roofline(self, work: tuple[float, int, int | None], view: NodeView, device: int) -> float:
-        return self.peaks[device].seconds(view.node, self.space.facts.types, *work)
+    def _roofline(self, work: Work, view: NodeView, device: int) -> float:
+        return self.peaks[device].seconds(view.node, self.space.facts.types, work)
 
     def table(self, device_seconds: Floats, costs: ExchangeCosts) -> list[list[float]]:
         """Return the seconds of each strategy of each node: of the slowest device.
