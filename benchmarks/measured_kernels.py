@@ -3,7 +3,7 @@
 WHEEL is that of aiconfigurator-core 0.12.0 (Apache-2.0), which has tables of kernels that were measured on GPUs:
 
     pip download --no-deps aiconfigurator-core==0.12.0
-    pip install pyarrow
+    pip install 'onnxplace[tables]'     # pyarrow
 
 Prints the coefficients of matrix products as catalogue.toml has them, how far off they are for weights that the fit did
 not see, the same for collectives, and what the exchanges of a split model take with them. Nothing runs on a GPU.
@@ -13,17 +13,22 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import re
 import sys
+import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+import onnx.parser
 from numpy.typing import NDArray
 
+from onnxplace.driver.plan import plan_model
 from onnxplace.passes.profiling.roofline import device_peaks
 from onnxplace.passes.sharding.rules.layouts import PARTIAL, REPLICATED
 from onnxplace.passes.sharding.space.sharding_costs import ExchangeCosts
@@ -62,10 +67,14 @@ MESSAGE_TYPES = {"half": 2, "int8": 1}
 
 # A device whose memory is outrun by more than this share of rows answers them from its cache.
 MAX_OUTRUN = 0.01
+# Products of which `plan` is compared with what was measured.
+REQUEST_SIDES, REQUEST_ROWS = (1024, 4096, 8192), (1, 16, 128, 1024, 4096, 8192)
 # Rows whose bytes take less than this are those of the launch, wherever the bytes come from.
 MIN_MOVING_SECONDS = 1e-6
 # Types whose median error is larger have no coefficients: frameworks use different kernels for them.
 MAX_ERROR = 0.08
+# Weights of fewer rows or columns are rare in models, and count by this factor.
+COMMON_SIDE, RARE_WEIGHT = 1024, 0.2
 # One in so many weights is kept back.
 KEPT_BACK = 5
 # Errors well above this count linearly: kernels that a library chose badly do not decide.
@@ -98,6 +107,11 @@ class Products:
     @property
     def bytes(self) -> Floats:
         return self.element_bytes * self.k * (self.m + self.n) + 2 * self.m * self.n
+
+    @property
+    def is_common(self) -> NDArray[np.bool_]:
+        """Return which rows have weights as large as those of models."""
+        return np.asarray(np.minimum(self.n, self.k) >= COMMON_SIDE)
 
     @property
     def is_kept_back(self) -> NDArray[np.bool_]:
@@ -150,8 +164,8 @@ MOST = np.array([1e-3, 1e-3, 1e6, 1.0, 1.0, 20.0])
 FIRST = np.array([3e-6, 2e-6, 1500.0, 0.7, 0.8, 2.0])
 
 
-def fit_products(computing: Floats, moving: Floats, depth: Floats, seconds: Floats) -> Floats:
-    """Return the coefficients with the least relative errors.
+def fit_products(computing: Floats, moving: Floats, depth: Floats, seconds: Floats, importance: Floats) -> Floats:
+    """Return the coefficients with the least relative errors, weighted by the importance of each row.
 
     Gauss-Newton steps with damping (Levenberg, Marquardt) in the logarithms of the coefficients, on the logarithms of
     predicted over measured. Each row is weighted by the inverse of its error, so that the sum of errors falls, not that
@@ -164,12 +178,12 @@ def fit_products(computing: Floats, moving: Floats, depth: Floats, seconds: Floa
         return np.asarray(np.log(predict(np.exp(at), computing, moving, depth) / seconds))
 
     def total(of: Floats) -> float:
-        return float(np.sqrt(of**2 + TYPICAL_ERROR**2).sum())
+        return float((importance * np.sqrt(of**2 + TYPICAL_ERROR**2)).sum())
 
     current, damping, step = errors(point), 1e-2, 1e-4
     for _ in range(STEPS):
         slopes = np.stack([(errors(point + step * unit) - current) / step for unit in np.eye(len(point))], axis=1)
-        weighted = slopes / np.sqrt(current**2 + TYPICAL_ERROR**2)[:, None]
+        weighted = slopes * (importance / np.sqrt(current**2 + TYPICAL_ERROR**2))[:, None]
         curvature = weighted.T @ slopes
         diagonal = np.diag(np.diag(curvature) + 1e-9)
         trial, tried = point, current
@@ -202,6 +216,8 @@ class ProductFit:
     left_out: float
     """Share of rows that measure the cache."""
     errors: Floats
+    common_errors: Floats
+    """Of weights as large as those of models."""
     peak_errors: Floats
     """Errors of the peak rates, and of 5 us for the kernel."""
     large_ratio: float
@@ -213,8 +229,9 @@ def fit_device(products: Products, device: CatalogueDevice, kind: str, cache_byt
     is_usable = find_usable_rows(products, device, kind, cache_bytes)
     usable = products.select(is_usable)
     computing, moving, measured = usable.computing(device, kind), usable.moving(device), usable.seconds
-    kept = usable.is_kept_back
-    times = round_coefficients(fit_products(computing[~kept], moving[~kept], usable.k[~kept], measured[~kept]))
+    kept, is_common = usable.is_kept_back, usable.is_common
+    columns = computing, moving, usable.k, measured, np.where(is_common, 1.0, RARE_WEIGHT)
+    times = round_coefficients(fit_products(*(column[~kept] for column in columns)))
     coefficients = np.array([getattr(times, item.name) for item in fields(times)])
     predicted = predict(coefficients, computing, moving, usable.k)
     peak = (
@@ -228,6 +245,7 @@ def fit_device(products: Products, device: CatalogueDevice, kind: str, cache_byt
         rows=len(products.seconds),
         left_out=1 - float(is_usable.mean()),
         errors=np.abs(predicted / measured - 1)[kept],
+        common_errors=np.abs(predicted / measured - 1)[kept & is_common],
         peak_errors=np.abs(peak / measured - 1)[kept],
         large_ratio=float(np.median((measured / peak)[is_large])),
     )
@@ -252,6 +270,7 @@ def format_products(fits: Sequence[ProductFit]) -> Iterator[str]:
         "error",
         "nine in ten below",
         "worst",
+        "error of large weights",
     )
     yield f"| {' | '.join(header)} |"
     yield f"|{'---|' * len(header)}"
@@ -259,8 +278,36 @@ def format_products(fits: Sequence[ProductFit]) -> Iterator[str]:
         median, high = np.quantile(fit.errors, [0.5, 0.9])
         yield (
             f"| {fit.device} | {fit.kind} | {fit.rows:,} | {fit.left_out:.0%} | {fit.large_ratio:.2f} "
-            f"| {np.median(fit.peak_errors):.0%} | {median:.1%} | {high:.0%} | {fit.errors.max():.0%} |"
+            f"| {np.median(fit.peak_errors):.0%} | {median:.1%} | {high:.0%} | {fit.errors.max():.0%} "
+            f"| {np.median(fit.common_errors):.1%} |"
         )
+
+
+def format_requests(products: Products, device: CatalogueDevice) -> Iterator[str]:
+    """Yield what `plan` adds to measured products of float16: by coefficients, and by peak rates."""
+    target = parse_machine(device.name).to_target()
+    plain = replace(target, devices=tuple(replace(item, products={}) for item in target.devices))
+    rows = zip(products.m.tolist(), products.n.tolist(), products.k.tolist(), products.seconds.tolist())
+    measured = {tuple(map(int, shape)): seconds for *shape, seconds in rows}
+    yield "| m | n, k | measured | estimate by coefficients | more than measured | by peak rates | more than measured |"
+    yield "|---|---|---|---|---|---|---|"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "product.onnx")
+        for side, m in itertools.product(REQUEST_SIDES, REQUEST_ROWS):
+            onnx.save(make_product(m, side), path)
+            cells = [f"{measured[m, side, side] * 1e6:,.1f} us"]
+            for item in (target, plain):
+                step = plan_model(path, target=item, estimate=True).strategies[0].step_seconds or np.nan
+                cells += [f"{step * 1e6:,.1f} us", f"{(step - measured[m, side, side]) * 1e6:,.1f} us"]
+            yield f"| {m} | {side} | {' | '.join(cells)} |"
+
+
+def make_product(rows: int, side: int) -> onnx.ModelProto:
+    """Return a model of one product of float16."""
+    return onnx.parser.parse_model(f"""<ir_version: 8, opset_import: ["": 17]>
+        product (float16[{rows}, {side}] x, float16[{side}, {side}] w) => (float16[{rows}, {side}] y) {{
+            y = MatMul(x, w)
+        }}""")
 
 
 # ---------------------------------------------------------------------------------------------------------- collectives
@@ -413,7 +460,7 @@ def main() -> None:
     if not options.wheel.is_file():
         sys.exit(f"{options.wheel}: no such file; pip download --no-deps {PACKAGE}")
     devices = read_catalogue().devices
-    products, collectives = [], []
+    products, collectives, requests = [], [], list[str]()
     with zipfile.ZipFile(options.wheel) as archive:
         for system, (name, cache_bytes) in SYSTEMS.items():
             if options.device not in ("", name):
@@ -421,11 +468,18 @@ def main() -> None:
             for kind in TYPES:
                 rows = read_products(archive, system, kind) if kind in devices[name].rates else None
                 products += [fit_device(rows, devices[name], kind, cache_bytes)] if rows else []
+                if rows and (name, kind) == ("H100-SXM", "bfloat16"):
+                    requests = list(format_requests(rows, devices[name]))
             collectives.append(fit_collectives(read_collectives(archive, system), name))
     for fit in products:
         if np.median(fit.errors) <= MAX_ERROR:
             print(f"[devices.{fit.device}]", *format_toml(fit), sep="\n")
-    for lines in (format_products(products), format_collectives(collectives), format_splits(collectives)):
+    for lines in (
+        format_products(products),
+        requests,
+        format_collectives(collectives),
+        format_splits(collectives),
+    ):
         print("", *lines, sep="\n")
 
 
