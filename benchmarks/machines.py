@@ -31,6 +31,9 @@ from _builder import GraphBuilder
 from decoder import decoder
 from light_models import light_model
 from onnxplace.driver.plan import plan_model
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind, infer_static_shapes
+from onnxplace.passes.profiling.roofline import device_peaks, estimate_seconds
 from onnxplace.target.machines import parse_machine
 from transformer import transformer
 
@@ -255,11 +258,66 @@ def estimate(path: Path, row: Published, *, by_peaks: bool = False) -> float:
     return min(item.step_seconds or math.inf for item in possible)
 
 
+def estimate_parts(path: Path, row: Published) -> list[str]:
+    """Return the estimated milliseconds of a row's parts on one device, as cells.
+
+    They are products with weights, by coefficients and by peak rates; other products; other operators; and of these,
+    what is the launch of a kernel.
+    """
+    model = bind(load(path), row.shape, {})
+    shapes = infer_static_shapes(model)
+    device = parse_machine(row.machine).to_target().devices[0]
+    peaks = device_peaks(device)
+    seconds = estimate_seconds(model, shapes, device.cost_class, peaks)
+    by_peaks = estimate_seconds(model, shapes, device.cost_class, replace(peaks, products={}))
+    is_product = np.array([node.op_type in ("MatMul", "Gemm") for node in model.nodes])
+    has_weights = is_product & np.array([not model.initializers.keys().isdisjoint(node.input) for node in model.nodes])
+    parts = (
+        seconds[has_weights].sum(),
+        by_peaks[has_weights].sum(),
+        seconds[is_product & ~has_weights].sum(),
+        seconds[~is_product].sum(),
+        peaks.kernel_seconds * np.count_nonzero(~is_product),
+    )
+    return [f"{item * 1e3:.1f} ms" for item in parts]
+
+
+def print_parts(rows: Sequence[Published]) -> None:
+    """Print what estimates of networks on one measured device consist of."""
+    header = (
+        "network",
+        "sizes",
+        "published",
+        "products with weights",
+        "by peak rates",
+        "other products",
+        "other operators",
+        "of these, launches",
+    )
+    print(f"| {' | '.join(header)} |\n|{'---|' * len(header)}")
+    for row in rows:
+        if row.devices == 1 and "float16" in row.model and parse_machine(row.machine).device.products:
+            with tempfile.TemporaryDirectory() as folder:
+                cells = estimate_parts(write_network(row.model, Path(folder)), row)
+            sizes = ", ".join(f"{name} {size}" for name, size in row.shape.items() if size)
+            print(f"| {' | '.join((row.model, sizes, f'{row.seconds * 1e3:.1f} ms', *cells))} |", flush=True)
+
+
 def main() -> None:
-    """Print the table as Markdown."""
+    """Print a table as Markdown."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--only", default="", help="Rows whose model begins so.")
-    rows = [row for row in PUBLISHED if row.model.startswith(parser.parse_args().only)]
+    parser.add_argument("--parts", action="store_true", help="What estimates on one device consist of.")
+    options = parser.parse_args()
+    rows = [row for row in PUBLISHED if row.model.startswith(options.only)]
+    if options.parts:
+        print_parts(rows)
+    else:
+        print_estimates(rows)
+
+
+def print_estimates(rows: Sequence[Published]) -> None:
+    """Print published figures next to estimates, and how far off these are."""
     header = (
         "network",
         "machine",

@@ -5,8 +5,9 @@ WHEEL is that of aiconfigurator-core 0.12.0 (Apache-2.0), which has tables of ke
     pip download --no-deps aiconfigurator-core==0.12.0
     pip install 'onnxplace[tables]'     # pyarrow
 
-Prints the coefficients of matrix products as catalogue.toml has them, how far off they are for weights that the fit did
-not see, the same for collectives, and what the exchanges of a split model take with them. Nothing runs on a GPU.
+Prints the coefficients of matrix products as catalogue.toml has them; how far off they are for weights that the fit did
+not see, and for products in batches; what `plan` adds to a product; the same for collectives, and what the exchanges
+of a split model would take with them. Nothing runs on a GPU.
 """
 
 from __future__ import annotations
@@ -219,7 +220,7 @@ class ProductFit:
     common_errors: Floats
     """Of weights as large as those of models."""
     peak_errors: Floats
-    """Errors of the peak rates, and of 5 us for the kernel."""
+    """Errors of the peak rates, with the same launch."""
     large_ratio: float
     """Measured time over that of the peak rates, median of products with 10^11 operations and more."""
 
@@ -234,9 +235,7 @@ def fit_device(products: Products, device: CatalogueDevice, kind: str, cache_byt
     times = round_coefficients(fit_products(*(column[~kept] for column in columns)))
     coefficients = np.array([getattr(times, item.name) for item in fields(times)])
     predicted = predict(coefficients, computing, moving, usable.k)
-    peak = (
-        np.maximum(computing, moving) + device_peaks(parse_machine(device.name).to_target().devices[0]).kernel_seconds
-    )
+    peak = np.maximum(computing, moving) + times.launch_seconds
     is_large = 2 * usable.m * usable.n * usable.k >= 1e11
     return ProductFit(
         device=device.name,
@@ -281,6 +280,52 @@ def format_products(fits: Sequence[ProductFit]) -> Iterator[str]:
             f"| {np.median(fit.peak_errors):.0%} | {median:.1%} | {high:.0%} | {fit.errors.max():.0%} "
             f"| {np.median(fit.common_errors):.1%} |"
         )
+
+
+@dataclass(frozen=True)
+class BatchErrors:
+    """How far off products in batches are, which no fit saw."""
+
+    device: str
+    rows: int
+    ratios: Floats
+    """Estimate over measured time."""
+    peak_ratios: Floats
+    is_large: NDArray[np.bool_]
+    """Whether a row has 10^10 operations or more."""
+
+
+def compare_batches(archive: zipfile.ZipFile, system: str, device: CatalogueDevice) -> BatchErrors:
+    """Compare estimates with the products of latent attention, one for each head.
+
+    They have [tokens, 128] by [128, 512] before it, and [tokens, 512] by [512, 128] after it.
+    """
+    rows = []
+    for path in list_tables(archive, rf"{system}/mla_bmm/.*/mla_bmm_perf\.parquet"):
+        table = read_table(archive, path)
+        names = ("op_name", "bmm_dtype", "num_heads", "num_tokens", "latency")
+        rows += [row[:1] + row[2:] for row in zip(*(table[name].tolist() for name in names)) if row[1] == "bfloat16"]
+    times = device.products["bfloat16"]
+    ratios, peak_ratios, is_large = [], [], []
+    for name, heads, tokens, latency in rows:
+        depth, width = (128, 512) if name == "mla_gen_pre" else (512, 128)
+        operations = 2 * heads * tokens * depth * width
+        moving = 2 * heads * (tokens * (depth + width) + depth * width) / device.memory_bytes_per_second
+        computing = operations / device.rates["bfloat16"]
+        ratios.append(times.seconds(computing, moving, depth) / (latency * 1e-3))
+        peak_ratios.append((max(computing, moving) + times.launch_seconds) / (latency * 1e-3))
+        is_large.append(operations >= 1e10)
+    return BatchErrors(device.name, len(rows), np.array(ratios), np.array(peak_ratios), np.array(is_large))
+
+
+def format_batches(batches: Sequence[BatchErrors]) -> Iterator[str]:
+    """Yield the rows of the table of products in batches."""
+    yield "| device | products | error of peak rates | error | large ones: peak / measured | estimate / measured |"
+    yield "|---|---|---|---|---|---|"
+    for item in batches:
+        errors = [f"{np.median(np.abs(ratios - 1)):.0%}" for ratios in (item.peak_ratios, item.ratios)]
+        large = [f"{np.median(ratios[item.is_large]):.2f}" for ratios in (item.peak_ratios, item.ratios)]
+        yield f"| {item.device} | {item.rows:,} | {' | '.join((*errors, *large))} |"
 
 
 def format_requests(products: Products, device: CatalogueDevice) -> Iterator[str]:
@@ -460,7 +505,7 @@ def main() -> None:
     if not options.wheel.is_file():
         sys.exit(f"{options.wheel}: no such file; pip download --no-deps {PACKAGE}")
     devices = read_catalogue().devices
-    products, collectives, requests = [], [], list[str]()
+    products, batches, collectives, requests = [], [], [], list[str]()
     with zipfile.ZipFile(options.wheel) as archive:
         for system, (name, cache_bytes) in SYSTEMS.items():
             if options.device not in ("", name):
@@ -470,12 +515,14 @@ def main() -> None:
                 products += [fit_device(rows, devices[name], kind, cache_bytes)] if rows else []
                 if rows and (name, kind) == ("H100-SXM", "bfloat16"):
                     requests = list(format_requests(rows, devices[name]))
+            batches.append(compare_batches(archive, system, devices[name]))
             collectives.append(fit_collectives(read_collectives(archive, system), name))
     for fit in products:
         if np.median(fit.errors) <= MAX_ERROR:
             print(f"[devices.{fit.device}]", *format_toml(fit), sep="\n")
     for lines in (
         format_products(products),
+        format_batches(batches),
         requests,
         format_collectives(collectives),
         format_splits(collectives),
