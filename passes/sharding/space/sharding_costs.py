@@ -324,7 +324,7 @@ class WorkCosts:
             return None
         inputs, outputs = local_shapes(self.space.division, view, strategy, device)
         whole, part = self._count(view, view.inputs, view.outputs), self._count(view, inputs, outputs)
-        seconds = [self._roofline(work, view, device) for work in (part, whole)]
+        seconds = [self.peaks[device].seconds(view.node, self.space.facts.types, work) for work in (part, whole)]
         return _PartWork(
             operations_ratio=part[0] / whole[0] if whole[0] else 1.0,
             part_weight_bytes=self._count_weights(view, inputs),
@@ -369,10 +369,8 @@ class WorkCosts:
         view = self.space.views[index]
         if view is None:
             return self.peaks[0].kernel_seconds
-        return self._roofline(self._count(view, view.inputs, view.outputs), view, 0)
-
-    def _roofline(self, work: Work, view: NodeView, device: int) -> float:
-        return self.peaks[device].seconds(view.node, self.space.facts.types, work)
+        work = self._count(view, view.inputs, view.outputs)
+        return self.peaks[0].seconds(view.node, self.space.facts.types, work)
 
     def table(self, device_seconds: Floats, costs: ExchangeCosts) -> list[list[float]]:
         """Return the seconds of each strategy of each node: of the slowest device.
