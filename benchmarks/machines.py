@@ -1,9 +1,9 @@
 """Estimates of machines next to published figures: python benchmarks/machines.py [--only resnet50].
 
 Each row is a figure that MLPerf or a vendor has published for a device of the catalogue, with its address, and what
-`onnxplace plan --machine` estimates for a network of the same operators and sizes. Networks are generated: their
-weights are holes of a file or random numbers, so that nothing is downloaded, and large ones take no space. Nothing runs
-on a GPU.
+`onnxplace plan --machine` estimates for a network of the same operators and sizes: as it does, and by peak rates alone,
+without the coefficients of measured products. Networks are generated: their weights are holes of a file or random
+numbers, so that nothing is downloaded, and large ones take no space. Nothing runs on a GPU.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ from _builder import GraphBuilder
 from decoder import decoder
 from light_models import light_model
 from onnxplace.driver.plan import plan_model
+from onnxplace.model.loading import load
+from onnxplace.model.lowering import bind, infer_static_shapes
+from onnxplace.passes.profiling.roofline import device_peaks, estimate_seconds
 from onnxplace.target.machines import parse_machine
 from transformer import transformer
 
@@ -243,43 +246,117 @@ def write_network(name: str, folder: Path) -> Path:
 # ----------------------------------------------------------------------------------------------------------- the table
 
 
-def estimate(path: Path, row: Published) -> float:
+def estimate(path: Path, row: Published, *, by_peaks: bool = False) -> float:
     """Return the estimated seconds of what a row has: the fastest strategy on its devices."""
     target = parse_machine(row.machine).to_target()
     # What was published is computed in TF32 where the GPU has it; onnxplace's default is float32.
     kinds = ["tf32" if "tf32" in device.type_operations_per_second else "" for device in target.devices]
-    devices = tuple(replace(device, computes_in=kind) for device, kind in zip(target.devices, kinds))
-    plan = plan_model(path, target=replace(target, devices=devices), shape=row.shape, estimate=True)
+    devices = [replace(device, computes_in=kind) for device, kind in zip(target.devices, kinds)]
+    devices = [replace(device, products={}) for device in devices] if by_peaks else devices
+    plan = plan_model(path, target=replace(target, devices=tuple(devices)), shape=row.shape, estimate=True)
     possible = [item for item in plan.strategies if item.step_seconds is not None and item.devices == row.devices]
     return min(item.step_seconds or math.inf for item in possible)
 
 
+def estimate_parts(path: Path, row: Published) -> list[str]:
+    """Return the estimated milliseconds of a row's parts on one device, as cells.
+
+    They are products with weights, by coefficients and by peak rates; other products; other operators; and of these,
+    what is the launch of a kernel.
+    """
+    model = bind(load(path), row.shape, {})
+    shapes = infer_static_shapes(model)
+    device = parse_machine(row.machine).to_target().devices[0]
+    peaks = device_peaks(device)
+    seconds = estimate_seconds(model, shapes, device.cost_class, peaks)
+    by_peaks = estimate_seconds(model, shapes, device.cost_class, replace(peaks, products={}))
+    is_product = np.array([node.op_type in ("MatMul", "Gemm") for node in model.nodes])
+    has_weights = is_product & np.array([not model.initializers.keys().isdisjoint(node.input) for node in model.nodes])
+    parts = (
+        seconds[has_weights].sum(),
+        by_peaks[has_weights].sum(),
+        seconds[is_product & ~has_weights].sum(),
+        seconds[~is_product].sum(),
+        peaks.kernel_seconds * np.count_nonzero(~is_product),
+    )
+    return [f"{item * 1e3:.1f} ms" for item in parts]
+
+
+def print_parts(rows: Sequence[Published]) -> None:
+    """Print what estimates of networks on one measured device consist of."""
+    header = (
+        "network",
+        "sizes",
+        "published",
+        "products with weights",
+        "by peak rates",
+        "other products",
+        "other operators",
+        "of these, launches",
+    )
+    print(f"| {' | '.join(header)} |\n|{'---|' * len(header)}")
+    for row in rows:
+        if row.devices == 1 and "float16" in row.model and parse_machine(row.machine).device.products:
+            with tempfile.TemporaryDirectory() as folder:
+                cells = estimate_parts(write_network(row.model, Path(folder)), row)
+            sizes = ", ".join(f"{name} {size}" for name, size in row.shape.items() if size)
+            print(f"| {' | '.join((row.model, sizes, f'{row.seconds * 1e3:.1f} ms', *cells))} |", flush=True)
+
+
 def main() -> None:
-    """Print the table as Markdown."""
+    """Print a table as Markdown."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--only", default="", help="Rows whose model begins so.")
-    rows = [row for row in PUBLISHED if row.model.startswith(parser.parse_args().only)]
-    header = ("network", "machine", "sizes", "published", "software", "estimate", "published time / estimate")
+    parser.add_argument("--parts", action="store_true", help="What estimates on one device consist of.")
+    options = parser.parse_args()
+    rows = [row for row in PUBLISHED if row.model.startswith(options.only)]
+    if options.parts:
+        print_parts(rows)
+    else:
+        print_estimates(rows)
+
+
+def print_estimates(rows: Sequence[Published]) -> None:
+    """Print published figures next to estimates, and how far off these are."""
+    header = (
+        "network",
+        "machine",
+        "sizes",
+        "published",
+        "software",
+        "estimate",
+        "published time / estimate",
+        "by peak rates",
+        "published time / that",
+    )
     print(f"| {' | '.join(header)} |\n|{'---|' * len(header)}")
-    ratios, sources = [], dict[str, int]()
+    ratios: tuple[list[float], list[float]] = [], []
+    sources = dict[str, int]()
     for name in dict.fromkeys(row.model for row in rows):
         with tempfile.TemporaryDirectory() as folder:
             report_progress(name)
             path = write_network(name, Path(folder))
             for row in (item for item in rows if item.model == name):
+                is_measured = any(device.products for device in parse_machine(row.machine).to_target().devices)
                 seconds = estimate(path, row)
-                ratios.append(row.seconds / seconds)
-                print(_format_row(row, seconds, sources), flush=True)
-    spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
+                peak_seconds = estimate(path, row, by_peaks=True) if is_measured else seconds
+                for column, item in zip(ratios, (seconds, peak_seconds)):
+                    column.append(row.seconds / item)
+                print(_format_row(row, (seconds, peak_seconds), sources), flush=True)
     print("\n".join(["", *(f"[{number}]: {address}" for address, number in sources.items())]))
-    print(f"\n{len(ratios)} figures; published time / estimate: {spread}, median {statistics.median(ratios):.2f}")
+    for column, name in zip(ratios, ("estimate", "that by peak rates")):
+        spread = f"{min(column):.2f} to {max(column):.2f}, median {statistics.median(column):.2f}"
+        factor = math.exp(statistics.fmean(abs(math.log(ratio)) for ratio in column))
+        print(f"\n{len(column)} figures; published time / {name}: {spread}; typical factor {factor:.2f}")
 
 
-def _format_row(row: Published, seconds: float, sources: dict[str, int]) -> str:
+def _format_row(row: Published, seconds: Sequence[float], sources: dict[str, int]) -> str:
     sizes = ", ".join(f"{name} {size}" for name, size in row.shape.items() if size)
     number = sources.setdefault(row.source, len(sources) + 1)
-    cells = [f"[{_format(row, row.seconds)}][{number}]", row.software, _format(row, seconds)]
-    return f"| {row.model} | {row.machine} | {sizes} | {' | '.join(cells)} | {row.seconds / seconds:.2f} |"
+    cells = [f"[{_format(row, row.seconds)}][{number}]", row.software]
+    for item in seconds:
+        cells += [_format(row, item), f"{row.seconds / item:.2f}"]
+    return f"| {row.model} | {row.machine} | {sizes} | {' | '.join(cells)} |"
 
 
 def _format(row: Published, seconds: float) -> str:

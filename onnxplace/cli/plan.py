@@ -185,7 +185,7 @@ def _explain_limits(strategies: Iterable[tuple[str, PlannedStrategy]]) -> list[s
 
 
 # What figures of machines that are not there are worth.
-_ESTIMATES = "estimates: by published peak rates, not measured; docs/machines.md says how far off they are"
+_ESTIMATES = "estimates: by published figures, none measured here; docs/machines.md says how far off they are"
 
 
 def _explain_missing(name: str, plan: Plan) -> str:

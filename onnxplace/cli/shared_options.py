@@ -256,7 +256,7 @@ def _describe_machine(names: tuple[str, ...]) -> str:
         raise UsageError("U042", "--save-target writes one machine", hint="name it: --machine 8xH100-NVLink")
     machine = parse_machine(names[0])
     sources = [f"# {item.source} {item.basis}".rstrip() for item in machine.parts]
-    heading = f"# {machine.name}: published figures, none measured"
+    heading = f"# {machine.name}: published figures, none measured here"
     return "\n".join([heading, *dict.fromkeys(sources), format_target(machine.to_target(), compact=True)])
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from onnxplace.target.product_times import ProductTimes
+
 # Fabrics of this family connect hosts; all others connect the devices of one host.
 NETWORK = "network"
 
@@ -33,6 +35,9 @@ class CatalogueDevice:
     memory_bytes_per_second: float = 0.0
     rates: Mapping[str, float] = field(default_factory=dict)
     """Data type -> peak rate in operations per second, without sparsity; types that are not published are absent."""
+    products: Mapping[str, ProductTimes] = field(default_factory=dict)
+    """Data type -> coefficients of measured products; `products_source` has the measurements."""
+    products_source: str = ""
     fabrics: tuple[str, ...] = ()
     """What connects such devices in one host, the default first."""
     parts: tuple[str, ...] = ()

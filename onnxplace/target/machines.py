@@ -84,6 +84,7 @@ def _make_device(device_id: str, part: CatalogueDevice) -> Device:
         operations_per_second=part.rates["float32"],
         type_operations_per_second={name: rate for name, rate in part.rates.items() if name != "float32"},
         memory_bytes_per_second=part.memory_bytes_per_second,
+        products=part.products,
     )
 
 

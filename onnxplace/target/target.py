@@ -38,6 +38,7 @@ from onnxplace.target.limits import (
     require_number,
 )
 from onnxplace.target.parsing import parse_device_id, require_device_options
+from onnxplace.target.product_times import ProductTimes
 from onnxplace.utils.groups import group_pairs
 from onnxplace.utils.quantities import format_bytes, format_first, format_object
 
@@ -88,6 +89,8 @@ class Device:
     """Peak rate of its memory, for estimates; 0 for what is typical of its kind."""
     kernel_seconds: float = 0.0
     """The least that an operator takes, for estimates; 0 for what is typical of its kind."""
+    products: Mapping[str, ProductTimes] = field(default_factory=dict, hash=False)
+    """Times of matrix products by `DATA_TYPES`, for estimates; peak rates hold for types that are missing."""
     options: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Options of its kind, such as `provider`: `tensorrt` for a GPU."""
     processors: tuple[str, ...] = ()
@@ -113,7 +116,7 @@ class Device:
             require_number(self, name, self.id, 0, MAX_RATE)
         for name in ("segment_seconds", "input_seconds", "output_seconds", "kernel_seconds"):
             require_number(self, name, self.id, 0, MAX_SECONDS)
-        for name, rate in self.type_operations_per_second.items():
+        for name, rate in {**dict.fromkeys(self.products, 1.0), **self.type_operations_per_second}.items():
             if name not in DATA_TYPES:
                 message = f"there is no rate for {format_value(name)}"
                 raise TargetError("T007", message, where=self.id, hint=suggest_nearest(str(name), DATA_TYPES))

@@ -6,7 +6,7 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, asdict, fields
 from itertools import groupby
 from pathlib import Path
 from typing import TypeVar
@@ -162,7 +162,7 @@ def format_target(target: Target, *, compact: bool = False) -> str:
 
 def _list_entries(record: Device | Link | Shared | Pool) -> dict[str, object]:
     """Return the fields of a record, as a file has them."""
-    entries = {item.name: getattr(record, item.name) for item in fields(record)}
+    entries = asdict(record)
     if isinstance(record, Link) and record.source in (ALL_TO_ALL, PER_HOST):
         del entries["destination"]
         return {"between": entries.pop("source"), **entries}

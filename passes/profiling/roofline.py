@@ -24,7 +24,11 @@ from onnxplace.model.model import Model
 from onnxplace.model.nested_graphs import iterate_subgraphs
 from onnxplace.model.tensors import tensor_size
 from onnxplace.target.kind_table import find_kind
+from onnxplace.target.product_times import ProductTimes
 from onnxplace.target.target import Device
+
+# Operations, moved bytes, and the length of the axis that a product sums over.
+Work = tuple[float, int, int | None]
 
 
 @dataclass(frozen=True)
@@ -38,12 +42,24 @@ class PeakRates:
     type_operations_per_second: Mapping[str, float] = field(default_factory=dict)
     """Of further types of numbers, by the names of `DATA_TYPES` in `onnxplace/target/target.py`."""
 
-    def operations_of(self, node: NodeProto, types: Mapping[str, int]) -> float:
-        """Return the rate for the element types of a node's inputs; that of float32 for types without a rate."""
+    products: Mapping[str, ProductTimes] = field(default_factory=dict)
+    """Times of matrix products of the types for which they were measured."""
+
+    def seconds(self, node: NodeProto, types: Mapping[str, int], work: Work, cores: int = 1) -> float:
+        """Return the seconds of a node's work on so many cores.
+
+        The type of its first input counts; types without a rate have that of float32.
+        """
+        operations, moved_bytes, depth = work
         element = types.get(node.input[0], TensorProto.UNDEFINED) if node.input else TensorProto.UNDEFINED
         if node.op_type == "DynamicQuantizeMatMul":  # it quantises its first input itself
             element = TensorProto.INT8
-        return self.type_operations_per_second.get(_RATES.get(element, ""), self.operations_per_second)
+        name = _RATES.get(element, "")
+        computing = operations / (self.type_operations_per_second.get(name, self.operations_per_second) * cores)
+        moving = moved_bytes / self.bytes_per_second
+        if depth is not None and name in self.products:
+            return self.products[name].seconds(computing, moving, depth, self.kernel_seconds)
+        return max(computing, moving) + self.kernel_seconds
 
 
 _INTEGERS = (TensorProto.INT8, TensorProto.UINT8)
@@ -85,6 +101,7 @@ def device_peaks(device: Device) -> PeakRates:
         bytes_per_second=device.memory_bytes_per_second or typical.bytes_per_second,
         kernel_seconds=device.kernel_seconds or typical.kernel_seconds,
         type_operations_per_second=rates,
+        products={k: v for k, v in device.products.items() if k != "tf32" or device.precision == k},
     )
 
 
@@ -162,9 +179,7 @@ class _Roofline:
         ]
         if subgraph_seconds:
             return max(subgraph_seconds) * self._count_iterations(node) + self.peaks.kernel_seconds
-        moved_bytes = count_moved_bytes(node, reads, self.sizes)
-        computing = count_operations(node, self.shapes) / (self.peaks.operations_of(node, self.types) * self.cores)
-        return max(computing, moved_bytes / self.peaks.bytes_per_second) + self.peaks.kernel_seconds
+        return self.peaks.seconds(node, self.types, count_work(node, reads, self.shapes, self.sizes), self.cores)
 
     def _count_iterations(self, node: NodeProto) -> int:
         """Return how often a node's subgraph runs, if known.
@@ -219,6 +234,11 @@ _REDUCTION_PREFIXES = ("Reduce", "Global", "ArgM", "CumSum")
 _SORTS = {"TopK", "Unique", "NonMaxSuppression"}
 
 
+def count_work(node: NodeProto, reads: Sequence[str], shapes: Shapes, sizes: Mapping[str, int]) -> Work:
+    """Return operations, moved bytes and the depth of a node that reads these names."""
+    return count_operations(node, shapes), count_moved_bytes(node, reads, sizes), count_depth(node, shapes)
+
+
 def count_moved_bytes(node: NodeProto, reads: Sequence[str], sizes: Mapping[str, int]) -> int:
     """Return the bytes that a node reads and writes.
 
@@ -255,13 +275,22 @@ def count_operations(node: NodeProto, shapes: Shapes) -> float:
     return outputs * _OPERATIONS_PER_OUTPUT.get(kind, 1)
 
 
+def count_depth(node: NodeProto, shapes: Shapes) -> int | None:
+    """Return the length of the axis that a product sums over; None for other operators, and unknown shapes."""
+    kind, first = node.op_type, shapes.get(node.input[0]) if node.input else None
+    if first is None or not (kind in _PRODUCTS or (kind in ("Gemm", "QGemm") and len(first) == 2)):
+        return None
+    is_transposed = len(first) > 1 and any(a.name == "transA" and a.i for a in node.attribute)
+    return (first or (1,))[-2 if is_transposed else -1]
+
+
 def _count_dense(node: NodeProto, shapes: Shapes, outputs: float) -> float | None:
     """Return the operations of products and convolutions, None for others."""
     kind, input_shapes = node.op_type, [shapes.get(name) for name in node.input]
     first, second = (*input_shapes[:2], None, None)[:2]
-    if first is not None and (kind in _PRODUCTS or (kind in ("Gemm", "QGemm") and len(first) == 2)):
-        is_transposed = len(first) > 1 and any(a.name == "transA" and a.i for a in node.attribute)
-        return 2.0 * outputs * (first or (1,))[-2 if is_transposed else -1]  # times the axis that is summed over
+    depth = count_depth(node, shapes)
+    if depth is not None:
+        return 2.0 * outputs * depth
     if kind in _ATTENTIONS and first is not None:
         return _count_attention(node, first, second, outputs)
     if kind == "Einsum":

@@ -37,8 +37,8 @@ FOLDERS = {
     "plugins/training/onnxplace_training": ("torch", "train"),
     "plugins/training/tests": ("cpu", "dev", "torch", "zoo"),
     "examples": ("cpu", "gpu", "dev", "generate", "torch", "train", "zoo"),
-    "benchmarks": ("cpu", "gpu", "dev", "optimum", "zoo"),
-    "tests": ("cpu", "gpu", "dev", "generate", "torch", "zoo"),
+    "benchmarks": ("cpu", "gpu", "dev", "optimum", "tables", "zoo"),
+    "tests": ("cpu", "gpu", "dev", "generate", "tables", "torch", "zoo"),
     ".ci": ("cpu", "dev"),
     "docs": ("docs",),
 }
@@ -141,7 +141,7 @@ def test_every_kind_of_import_is_found():
     assert read_imported_packages(source) == {"a", "b", "e", "i", "j", "m", "q"}
 
 
-@pytest.mark.parametrize("extra", [None, "cpu", "gpu", "webgpu", "torch", "zoo", "docs", "optimum", "serve"])
+@pytest.mark.parametrize("extra", [None, "cpu", "gpu", "webgpu", "torch", "zoo", "docs", "optimum", "serve", "tables"])
 def test_every_dependency_has_a_lower_bound(lowest, extra):
     for text in PROJECT["dependencies"] if extra is None else EXTRAS[extra]:
         assert Version(lowest.lower_bound(Requirement(text))) > Version("0")

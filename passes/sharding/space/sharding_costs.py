@@ -10,7 +10,7 @@ import numpy as np
 
 from onnxplace.graph.op_graph import Floats
 from onnxplace.model.tensors import packed_size
-from onnxplace.passes.profiling.roofline import PeakRates, count_moved_bytes, count_operations, device_peaks
+from onnxplace.passes.profiling.roofline import PeakRates, Work, count_work, device_peaks
 from onnxplace.passes.sharding.rules.layouts import PARTIAL, REPLICATED, Division, Layout
 from onnxplace.passes.sharding.rules.node_views import NodeView, Shape
 from onnxplace.passes.sharding.space.node_strategies import NodeStrategy, local_shapes
@@ -324,7 +324,7 @@ class WorkCosts:
             return None
         inputs, outputs = local_shapes(self.space.division, view, strategy, device)
         whole, part = self._count(view, view.inputs, view.outputs), self._count(view, inputs, outputs)
-        seconds = [self._roofline(work, view, device) for work in (part, whole)]
+        seconds = [self.peaks[device].seconds(view.node, self.space.facts.types, work) for work in (part, whole)]
         return _PartWork(
             operations_ratio=part[0] / whole[0] if whole[0] else 1.0,
             part_weight_bytes=self._count_weights(view, inputs),
@@ -344,10 +344,8 @@ class WorkCosts:
         ratio = part_seconds / whole_seconds
         return _PartWork(operations_ratio=ratio, part_weight_bytes=0, whole_weight_bytes=0, roofline_ratio=ratio)
 
-    def _count(
-        self, view: NodeView, inputs: Sequence[Shape | None], outputs: Sequence[Shape | None]
-    ) -> tuple[float, int]:
-        """Return operations and bytes of a node on parts of these shapes."""
+    def _count(self, view: NodeView, inputs: Sequence[Shape | None], outputs: Sequence[Shape | None]) -> Work:
+        """Return operations, bytes and summed elements of a node on parts of these shapes."""
         facts, node = self.space.facts, view.node
         shapes = {
             name: shape
@@ -356,7 +354,7 @@ class WorkCosts:
         }
         sizes = {name: packed_size(_numeric_type(facts, name), shape) for name, shape in shapes.items()}
         reads = tuple(dict.fromkeys(name for name in node.input if name))
-        return count_operations(node, shapes), count_moved_bytes(node, reads, sizes)
+        return count_work(node, reads, shapes, sizes)
 
     def _count_weights(self, view: NodeView, inputs: Sequence[Shape | None]) -> int:
         """Return the bytes of the inputs that are weights."""
@@ -371,12 +369,8 @@ class WorkCosts:
         view = self.space.views[index]
         if view is None:
             return self.peaks[0].kernel_seconds
-        return self._roofline(self._count(view, view.inputs, view.outputs), view, 0)
-
-    def _roofline(self, work: tuple[float, int], view: NodeView, device: int) -> float:
-        peaks = self.peaks[device]
-        rate = peaks.operations_of(view.node, self.space.facts.types)
-        return max(work[0] / rate, work[1] / peaks.bytes_per_second) + peaks.kernel_seconds
+        work = self._count(view, view.inputs, view.outputs)
+        return self.peaks[0].seconds(view.node, self.space.facts.types, work)
 
     def table(self, device_seconds: Floats, costs: ExchangeCosts) -> list[list[float]]:
         """Return the seconds of each strategy of each node: of the slowest device.

@@ -1,6 +1,7 @@
 """Estimates: operations by definition, bytes read and written, times by a roofline."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,6 +22,8 @@ from onnxplace.passes.profiling.roofline import (
 )
 from onnxplace.pipeline.pipeline import Pipeline
 from onnxplace.state import State
+from onnxplace.target.machines import parse_machine
+from onnxplace.target.product_times import ProductTimes
 from onnxplace.target.target import Device, Target
 
 SHAPES = {
@@ -170,6 +173,64 @@ def test_float32_is_estimated_at_the_rate_of_the_type_that_it_is_computed_in(pre
     assert device_peaks(device).type_operations_per_second == {**rates, "tf32": rate}
     device = Device("cuda:0", 1, operations_per_second=1e9, type_operations_per_second=rates, computes_in="float16")
     assert device_peaks(device).type_operations_per_second["tf32"] == 4e9
+
+
+MEASURED = ProductTimes(2e-6, 4e-6, 1000.0, 0.8, 0.9, 2.0)
+PRODUCTS = """<ir_version: 10, opset_import: ["": 21, "com.microsoft": 1]>
+g ({kind}[4, 32, 64] x, {kind}[32, 64] m, {kind}[64, 96] w, {kind}[96, 64] t, {kind}[4, 64, 32] b) =>
+  ({kind}[4, 32, 96] y0, {kind}[32, 96] y1, {kind}[4, 32, 32] y2, {kind}[64, 64] y3, {kind}[4, 32, 64] y4) {{
+    [folded] y0 = MatMul(x, w)
+    [plain] y1 = Gemm<transB = 1>(m, t)
+    [batched] y2 = MatMul(x, b)
+    [turned] y3 = Gemm<transA = 1>(m, m)
+    [other] y4 = Relu(x)
+}}"""
+# Name -> batch, m, n, k and how many elements are read and written.
+PRODUCT_SIZES = {
+    "folded": (1, 128, 96, 64, 4 * 32 * 64 + 64 * 96 + 4 * 32 * 96),
+    "plain": (1, 32, 96, 64, 32 * 64 + 64 * 96 + 32 * 96),
+    "batched": (4, 32, 32, 64, 2 * 4 * 32 * 64 + 4 * 32 * 32),
+    "turned": (1, 64, 64, 32, 32 * 64 + 64 * 64),
+}
+
+
+def estimate_products(kind, device):
+    model = load(parser.parse_model(PRODUCTS.format(kind=kind)))
+    seconds = estimate_seconds(model, infer_static_shapes(model), device.cost_class, device_peaks(device))
+    return dict(zip((node.name for node in model.nodes), seconds.tolist()))
+
+
+def test_products_of_a_measured_type_take_what_the_coefficients_say():
+    device = replace(parse_machine("A100").to_target().devices[0], kernel_seconds=1e-7)
+    seconds = estimate_products("float16", device)
+    for name, (batch, m, n, k, elements) in PRODUCT_SIZES.items():
+        computing, moving = 2 * batch * m * n * k / 312e12, 2 * elements / 2.039e12
+        assert seconds[name] == pytest.approx(device.products["float16"].seconds(computing, moving, k)), name
+    assert seconds["other"] == pytest.approx(1e-7 + 2 * 2 * 4 * 32 * 64 / 2.039e12)
+
+
+def test_products_of_other_types_and_devices_are_estimated_by_peak_rates():
+    device = parse_machine("A100").to_target().devices[0]
+    plain = replace(device, products={})
+    assert estimate_products("float", device) == estimate_products("float", plain)
+    assert estimate_products("float16", device) != estimate_products("float16", plain)
+    assert all(
+        slow >= fast
+        for slow, fast in zip(
+            estimate_products("float16", device).values(), estimate_products("float16", plain).values()
+        )
+    )
+
+
+def test_a_small_product_takes_no_less_than_any_kernel_of_the_device():
+    device = replace(parse_machine("H100").to_target().devices[0], kernel_seconds=1e-3)
+    assert estimate_products("bfloat16", device)["plain"] == pytest.approx(1e-3, rel=1e-2)
+
+
+@pytest.mark.parametrize(("precision", "is_used"), [("float32", False), ("tf32", True), ("float16", False)])
+def test_coefficients_of_tf32_hold_where_the_device_computes_float32_in_it(precision, is_used):
+    device = Device("cuda:0", 1, products={"tf32": MEASURED}, computes_in=precision)
+    assert ("tf32" in device_peaks(device).products) == is_used
 
 
 QUANTISED = """<ir_version: 10, opset_import: ["": 21]>

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from onnx import numpy_helper, parser
@@ -17,6 +19,7 @@ from onnxplace.passes.sharding.space.sharding_costs import (
     rows_outside,
 )
 from onnxplace.passes.sharding.space.strategy_space import StrategySpace
+from onnxplace.target.product_times import ProductTimes
 from onnxplace.target.target import Device
 from tests.support.shardings import make_costs, make_space
 
@@ -52,6 +55,20 @@ def test_parts_of_a_product_take_their_share_of_its_operations() -> None:
         strategy = find(space, 0, axis)
         assert work.part_seconds(0, strategy, 0, 1.0) == pytest.approx(0.75, rel=1e-3)
         assert work.part_seconds(0, strategy, 1, 1.0) == pytest.approx(0.25, rel=1e-3)
+
+
+def test_parts_of_a_measured_product_take_what_its_coefficients_say() -> None:
+    space = space_of(PRODUCT, 3.0, 1.0)
+    times = ProductTimes(1e-6, 4e-6, 1000.0, 0.8, 0.9, 2.0)
+    work = WorkCosts(space, (replace(PEAKS, products={"tf32": times}),) * 2)
+
+    def seconds(m: int, n: int, k: int) -> float:
+        return times.seconds(2e-9 * m * n * k, 4e-9 * (m * k + k * n + m * n), k)
+
+    assert work.whole_seconds(0) == pytest.approx(seconds(64, 128, 256))
+    for axis, part in ((0, (48, 128, 256)), (1, (64, 96, 256)), (PARTIAL.axis, (64, 128, 192))):
+        share = work.part_seconds(0, find(space, 0, axis), 0, 1.0)
+        assert share == pytest.approx(seconds(*part) / seconds(64, 128, 256))
 
 
 def test_whole_nodes_take_the_whole_time() -> None:
