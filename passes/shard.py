@@ -30,6 +30,7 @@ class Shard(Pass):
 
     Raises:
         UsageError: the map names no node, or asks for a split that an operator does not have.
+        TargetError: the map is a model, whose specifications are for another number of devices.
     """
 
     name: ClassVar[str] = "shard"
@@ -49,7 +50,9 @@ class Shard(Pass):
     metadata: bool = False
     """Write the layouts into the bundle's whole model too, in ONNX's own sharding specifications."""
     map: str = ""
-    """How to split the nodes or modules that a regular expression matches: a JSON file, or {"layers.*": "columns"}."""
+    """How to split the nodes or modules that a regular expression matches: a JSON file, or {"layers.*": "columns"}.
+
+    Or a model whose nodes have sharding specifications."""
 
     def run(self, state: State) -> State:
         return shard_state(state, ShardingOptions(**vars(self)))

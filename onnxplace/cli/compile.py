@@ -83,7 +83,7 @@ DETAILS = ("P040", "P060", "P062")
 @click.option(
     "--shard-map",
     metavar="JSON",
-    help='How to split which nodes: \'{"layers.*.mlp.*": "columns"}\', or a file (docs/sharding.md).',
+    help='How to split which nodes: \'{"layers.*": "columns"}\', a file, or a model with layouts (docs/sharding.md).',
 )
 @click.option(
     "--shard-metadata", is_flag=True, help="Write the layouts into segments/whole.onnx, as ONNX describes them."

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from onnx import NodeDeviceConfigurationProto, NodeProto, ShardingSpecProto
 
@@ -26,6 +27,17 @@ SPLITS_KEY = "split_assignments"
 _PIECE = re.compile(r"[0-9]{1,9}")
 
 
+class ShardedNode(NamedTuple):
+    """A node that has sharding specifications."""
+
+    node: NodeProto
+    """In canonical form."""
+    specs: Sequence[ShardingSpecProto]
+    """Those of inputs first."""
+    devices: Sequence[int]
+    """The devices that share the node, by position in the configuration; each stage has its own."""
+
+
 @dataclass(frozen=True)
 class DeviceMetadata:
     """The devices that a model names."""
@@ -40,6 +52,8 @@ class DeviceMetadata:
     """Node -> pipeline stage, for nodes of which neither id nor position is known."""
     split: tuple[str, ...]
     """Nodes that several devices share."""
+    sharded: Mapping[str, ShardedNode]
+    """Nodes with sharding specifications, by name; also those that are on one device."""
     pieces: Mapping[str, int]
     """Module -> piece, as Olive assigned it; nodes name no devices then."""
 
@@ -58,7 +72,7 @@ def read_device_metadata(path: Path) -> DeviceMetadata:
     configuration = proto.configuration[0] if proto.configuration else None
     count = max((max(item.num_devices, len(item.device)) for item in proto.configuration), default=1 << 31)
     by_position, by_stage = dict[str, int](), dict[str, int]()
-    by_id, split = dict[str, str](), list[str]()
+    by_id, split, sharded = dict[str, str](), list[str](), dict[str, ShardedNode]()
     for node in nodes:
         entry = _find_entry(node, configuration.name if configuration else "")
         positions = list_positions(entry) if entry is not None else {}
@@ -66,6 +80,10 @@ def read_device_metadata(path: Path) -> DeviceMetadata:
             message = f"tensor {positions[beyond[0]]!r} is on {beyond[0]}, expected devices from 0 to {count - 1}"
             hint = "negative numbers are groups of devices, listed in its index_to_device_group_map"
             raise InputError("U023", message, where=f"{format_path(path)}, node {node.name!r}", hint=hint)
+        if entry is not None and entry.sharding_spec:
+            specs = sorted(entry.sharding_spec, key=lambda spec: spec.tensor_name in node.output)
+            named = sorted(positions) if any(spec.device for spec in specs) else range(count)
+            sharded[node.name] = ShardedNode(node, specs, named)
         device_id = next((item.value for item in node.metadata_props if item.key == DEVICE_KEY), "")
         if len(positions) > 1:
             split.append(node.name)
@@ -83,7 +101,7 @@ def read_device_metadata(path: Path) -> DeviceMetadata:
         message = "not a device map: no node of this model names a device"
         raise InputError("U023", message, where=format_path(path), hint=hint)
     devices = tuple(configuration.device) if configuration else ()
-    return DeviceMetadata(devices, by_id, by_position, by_stage, tuple(split), pieces)
+    return DeviceMetadata(devices, by_id, by_position, by_stage, tuple(split), sharded, pieces)
 
 
 def read_split_assignments(text: str, path: Path) -> dict[str, int]:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from google.protobuf.message import DecodeError
 from onnx import ModelProto, StringStringEntryProto, TensorProto
 
-from onnxplace.errors import InputError, ModelError
+from onnxplace.errors import Diagnostic, InputError, ModelError
 from onnxplace.model.canonicalize import canonicalize
 from onnxplace.model.model import Model
 from onnxplace.model.nested_graphs import walk_nodes
@@ -47,11 +47,13 @@ def load(source: str | Path | ModelProto, *, may_lack_weights: bool = False) -> 
         path = Path(source)
         data = read_model_file(path)
         proto, folder, where = parse_model(data, path), path.parent, path.name
-    parts = canonicalize(proto, where, folder)
+    parts, notes = canonicalize(proto, where, folder), note_known_functions(proto.functions, where)
     if proto.configuration:  # of devices: it is not kept, so what nodes say of it would refer to nothing
         parts.nodes = deepcopy(parts.nodes)
         for node in walk_nodes(parts.nodes):
             del node.device_configurations[:]
+        message = "what its nodes say of devices counts if it is the --device-map, or the --shard-map"
+        notes = (*notes, Diagnostic("U025", message, where=where))
     external = [t for t in parts.initializers.values() if t.data_location == TensorProto.EXTERNAL]
     if may_lack_weights:
         external = [tensor for tensor in external if has_external_file(tensor, folder)]
@@ -81,7 +83,7 @@ def load(source: str | Path | ModelProto, *, may_lack_weights: bool = False) -> 
         keeps_order=training is not None,
         metadata=metadata,
         removed=tuple(name for node in proto.graph.node if node.name and (name := name_with_module(node)) not in names),
-        notes=note_known_functions(proto.functions, where),
+        notes=notes,
     )
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
@@ -18,8 +19,10 @@ from onnxplace.bundle.manifest import ShardedKindRecord, SplitStateRecord
 from onnxplace.errors import Diagnostic, UsageError
 from onnxplace.facts import Original, Profile, Shards, Source, is_refused
 from onnxplace.graph.op_graph import Floats, Ints
+from onnxplace.model.device_metadata import ShardedNode, read_device_metadata
 from onnxplace.model.model import Model
 from onnxplace.passes.sharding.apply.derived_facts import annotate_model, build_whole_model, scale_profile
+from onnxplace.passes.sharding.apply.given_layouts import find_shares, restrict_layouts
 from onnxplace.passes.sharding.apply.group_choice import GroupChoice, GroupProblem, describe_strategy
 from onnxplace.passes.sharding.apply.sharded_model import ShardedModel, write_sharded_model
 from onnxplace.passes.sharding.choose.layout_choice import ChoiceProblem, LayoutChoice, is_sharded
@@ -61,6 +64,8 @@ class ShardingOptions:
     fixed: bool = False
     metadata: bool = False
     map: str = ""
+    given: Mapping[str, ShardedNode] | None = None
+    """The nodes with layouts of a map that is a model."""
 
     @property
     def may_leave_whole(self) -> bool:
@@ -96,6 +101,8 @@ def shard_state(state: State, options: ShardingOptions) -> State:
         state = state.with_facts(fixed, state[Profile]).with_notes(*notes)
     seconds = device_seconds(state[Profile], state.target)
     facts = TensorFacts.of(state[Model])
+    if options.map.lower().endswith(".onnx"):
+        options = replace(options, exact=True, given=read_device_metadata(Path(options.map)).sharded)
     groups = _list_groups(state.target, seconds, options)
     problems = [_build_problem(facts, state, seconds, group, options) for group in groups]
     fits_alone = bool(fits_single_device(state).any())
@@ -150,10 +157,11 @@ def _build_problem(
     """Return the choice for a group of devices."""
     target = state.target
     group_seconds = seconds[list(group)]
-    division = Division(_shares(group_seconds))
+    given, shares = options.given, _shares(group_seconds)
+    division = Division(shares if given is None else find_shares(given, shares, options.map))
     space = build_space(facts, division)
     if options.map:
-        space = restrict_space(space, options.map)
+        space = restrict_space(space, options.map) if given is None else restrict_layouts(space, given, options.map)
     peaks = tuple(peak_rates(target.devices[device]) for device in group)
     costs = ExchangeCosts.of(
         target, group, min(peak.bytes_per_second for peak in peaks), max(peak.kernel_seconds for peak in peaks)

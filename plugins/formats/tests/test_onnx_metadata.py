@@ -71,7 +71,7 @@ def test_an_exported_model_is_a_device_map_for_its_origin(decoder_bundle, tmp_pa
         pipeline=f"optimize,profile{{estimate=true}},coplace{{join=never,device_map={device_map}}},m-etf,split,emit",
     )  # fmt: skip
     assert node_names(again.bundle) == node_names(decoder_bundle)
-    assert [note.code for note in again.diagnostics if note.code == "U025"] == ["U025"]
+    assert [note.code for note in again.diagnostics if "pins" in note.message] == ["U025"]
 
 
 def test_an_export_says_nothing_of_the_devices_that_its_model_named_before(decoder_bundle, tmp_path):
