@@ -17,8 +17,10 @@ HEAVY = ("networkx", "numpy", "onnx", "onnxplace_formats.graphml_format", "onnxp
 @pytest.mark.parametrize(
     ("group", "names"),
     [
-        ("export_formats", {"stages", "triton", "ort-genai"}),
+        ("export_formats", {"stages", "triton", "ort-genai", "ort-layers"}),
         ("export_options", {"triton", "ort-genai"}),
+        ("device_maps", {"ort-layers"}),
+        ("passes", {"one-session"}),
         ("graph_formats", {"graphml"}),
         ("graph_functions", {"from_networkx", "to_networkx", "GENERATORS"}),
     ],

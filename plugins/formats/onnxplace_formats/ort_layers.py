@@ -1,0 +1,138 @@
+"""Export a bundle as one model for one session of ONNX Runtime, whose nodes are on the devices of the bundle.
+
+ONNX Runtime 1.26 assigns nodes to execution providers by an annotation in their metadata, `layer_ann`, and a session
+option that says which provider has which annotation. Here a node is annotated with the id of its device.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from onnx import ModelProto, NodeProto
+
+from onnxplace.errors import Diagnostic, InputError
+from onnxplace.export.exporting import note_plans, note_routes, require_one_host
+from onnxplace.export.merging import build_whole_model, collect_initializers
+from onnxplace.export.segment_models import BundleModels
+from onnxplace.model.model import MAX_INLINE_BYTES
+from onnxplace.model.nested_graphs import walk_nodes
+from onnxplace.model.tensors import tensor_size
+from onnxplace.model.weights import WeightFile
+from onnxplace.target.target import Device
+from onnxplace_formats.one_session import OneSession
+from onnxplace_formats.ort_providers import describe_providers, designate, require_one_device_each
+
+TO = "ort-layers"
+LAYER_KEY = "layer_ann"
+"""The metadata of a node by which ONNX Runtime assigns it."""
+BY_LAYER, BY_NAME = "session.layer_assignment_settings", "session.name_based_layer_assignment"
+"""The session options that say which provider has which annotations, or which names of nodes."""
+MODEL_FILE, SETTINGS_FILE, SCRIPT_FILE = "model.onnx", "session_options.json", "session.py"
+
+
+def write_layers(models: BundleModels, folder: Path) -> tuple[Diagnostic, ...]:
+    """Write the whole model with the devices of its nodes, the options of the session, and a script that opens it.
+
+    Raises:
+        InputError: The bundle is for several hosts, has two devices of one provider other than the CPU's, or has a
+            placement that ONNX Runtime cannot open.
+    """
+    manifest = models.manifest
+    require_one_host(manifest, TO)
+    used = dict.fromkeys(segment.record.device for segment in models.segments)
+    devices = [models.devices[name] for name in used]
+    require_one_device_each(devices, TO)
+    require_compilable(models)
+    initializers = list(collect_initializers(models).values())
+
+    def build(weights: WeightFile | None) -> ModelProto:
+        proto = build_whole_model(models, initializers, weights)
+        annotate_layers(proto, models)
+        return proto
+
+    if sum(map(tensor_size, initializers)) > MAX_INLINE_BYTES:
+        with WeightFile(folder / f"{MODEL_FILE}.data", f"{MODEL_FILE}.data") as weights:
+            proto = build(weights)
+    else:
+        proto = build(None)
+    (folder / MODEL_FILE).write_bytes(proto.SerializeToString())
+    settings = describe_session(devices, any(segment.record.keeps_order for segment in models.segments))
+    (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+    shutil.copyfile(Path(__file__).with_name("run_layers.py"), folder / SCRIPT_FILE)
+    return (*note_routes(manifest, TO), *note_plans(manifest, TO), *note_placement(models, devices))
+
+
+def require_compilable(models: BundleModels) -> None:
+    """Raise InputError where a provider that compiles reads what another provider has computed.
+
+    Such a provider sorts the nodes that it may take, and counts the edges between them; those from nodes of others
+    never come, and the session is not opened (`num_nodes_processed == in_degree.size()`, ONNX Runtime 1.26 to 1.32).
+    """
+    manifest, device_of = models.manifest, {item.record.id: item.record.device for item in models.segments}
+    for segment in models.segments:
+        device = segment.record.device
+        if not models.devices[device].compiles:
+            continue
+        for value in segment.record.inputs:
+            producer = manifest.values[value].producer
+            if producer is not None and device_of[producer] != device:
+                message = (
+                    f"{device} reads {value!r} of {device_of[producer]}: with layers, ONNX Runtime opens no session in "
+                    "which a provider that compiles its nodes has some that follow nodes of another provider"
+                )
+                hint = "compile with --placer one-session, which starts on such a device, or export --to stages"
+                raise InputError("I015", message, where=f"--to {TO}", hint=hint)
+
+
+def annotate_layers(proto: ModelProto, models: BundleModels) -> None:
+    """Annotate each node with the id of its device, in place of what the model that was compiled said.
+
+    Nodes of subgraphs have no annotation: in ONNX Runtime they follow the node around them.
+    """
+    device_of = {node.name: item.record.device for item in models.segments for node in item.proto.graph.node}
+    home = dict[str, str]()  # of each value
+    for node in walk_nodes(proto.graph.node):
+        _clear(node)
+    for node in proto.graph.node:
+        # A node that only renames an output belongs to no segment.
+        if device := device_of.get(node.name) or home.get(node.input[0], ""):
+            node.metadata_props.add(key=LAYER_KEY, value=device)
+            home.update(dict.fromkeys(node.output, device))
+
+
+def _clear(node: NodeProto) -> None:
+    others = [entry for entry in node.metadata_props if entry.key != LAYER_KEY]
+    del node.metadata_props[:]
+    node.metadata_props.extend(others)
+
+
+def describe_session(devices: Sequence[Device], keeps_order: bool = False) -> dict[str, Any]:
+    """Return the options of a session: entries of its configuration, and its providers, the CPU's last."""
+    layers: dict[str, list[str]] = {}
+    for device in devices:
+        layers.setdefault(designate(device), []).append(f"={device.id}")
+    rules = (f"{word}({','.join(annotations)})" for word, annotations in layers.items())
+    return {
+        BY_LAYER: ";".join(rules),
+        "providers": [provider.describe() for provider in describe_providers(devices)],
+        **({"keeps_order": True} if keeps_order else {}),
+    }
+
+
+def note_placement(models: BundleModels, devices: Sequence[Device]) -> Iterator[Diagnostic]:
+    """Yield notes on what one session does otherwise than the bundle."""
+    manifest = models.manifest
+    hosts = [device.id for device in devices if device.is_host]
+    if len(hosts) > 1:
+        message = f"{', '.join(hosts)} are one device in a session: its nodes run one after the other"
+        yield Diagnostic("I001", message, where=TO, hint="export --to stages keeps them apart")
+    if manifest.sharding is not None:
+        message = "operators are split over devices: the model has a node for each part"
+        yield Diagnostic("I001", message, where=TO, hint="compile with --shard off")
+    if len(devices) > 1 and manifest.placer != OneSession.name:
+        message = f"placer {manifest.placer!r} lets devices compute at the same time, which one session does not"
+        yield Diagnostic("I001", message, where=TO, hint=f"compile with --placer {OneSession.name}, the best for one")
