@@ -193,12 +193,15 @@ def _pin(
 def _match_nodes(
     key: str, rules: Sequence[LayerRule], layers: Mapping[str, str], names: Sequence[str], target: Target, where: str
 ) -> Iterator[tuple[int, int]]:
-    """Yield nodes that a rule matches with its device, both by position."""
+    """Yield nodes with their devices, both by position: by a rule, or where no rule matches, by the id in the layer."""
+    ids = [device.id for device in target.devices]
     for index, name in enumerate(names):
         layer = layers.get(name, "")
         rule = match_name(rules, name) if key == BY_NAME else match_layer(rules, layer) if layer else None
         if rule is not None:
             yield index, _find_device(rule, layer, target, where)
+        elif key == BY_LAYER and layer in ids:
+            yield index, ids.index(layer)
 
 
 def _find_device(rule: LayerRule, layer: str, target: Target, where: str) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Annotated, ClassVar
@@ -25,7 +24,7 @@ from onnxplace.state import Pass, State
 from onnxplace.target.target import Target
 from onnxplace.utils.linear_programs import LinearProgram
 from onnxplace.utils.quantities import format_milliseconds
-from onnxplace_formats.ort_providers import name_provider
+from onnxplace_formats.ort_providers import explain_conflict, name_provider
 
 # How often limits of memory are tightened after a placement that exceeds them.
 _ATTEMPTS = 8
@@ -43,7 +42,8 @@ class OneSession(Pass):
     group, and for each value and accelerator whether it enters and whether it leaves. With two devices the program is
     a minimum cut, whose linear relaxation has integral solutions; so it is solved at once, and exactly.
 
-    A provider that compiles its nodes takes none that follow nodes of another device (docs/export.md).
+    Not all providers share a session: one that compiles its nodes has only the CPU next to it (docs/export.md). The$
+    of the sets that do is taken.
 
     The memory of weights is a part of the program once a placement exceeds a limit. That of values is known when a
     step is simulated: then the limits become smaller by what is missing, and the program is solved again.
@@ -54,8 +54,8 @@ class OneSession(Pass):
         after    a b | c         4 ms: 1 + 1 ms on the second device, a copy, 1 ms on the first one
 
     Raises:
-        InfeasibleError: Nodes are pinned to two devices of one provider, three devices have no CPU among them, or no
-            placement was found that fits.
+        InfeasibleError: Nodes are pinned to devices that do not share a session, three devices have no CPU among them,
+            or no placement was found that fits.
     """
 
     name: ClassVar[str] = "one-session"
@@ -102,10 +102,10 @@ class OneSession(Pass):
         return None
 
 
-def list_device_choices(problem: PlacementProblem) -> Iterator[Ints]:
-    """Yield sets of devices that one session can have, by index: one of each provider; equal devices count once.
+def list_device_choices(problem: PlacementProblem) -> list[Ints]:
+    """Return the largest sets of devices that one session can have, by index; equal devices of a provider count once.
 
-    Raises InfeasibleError if nodes are pinned to two devices of a provider.
+    Raises InfeasibleError if nodes are pinned to devices that do not share a session.
     """
     devices, equal = problem.target.devices, interchangeable_devices(problem)
     pins = set(problem.pinned[problem.pinned >= 0].tolist())
@@ -114,16 +114,23 @@ def list_device_choices(problem: PlacementProblem) -> Iterator[Ints]:
         indices = by_provider.setdefault(name_provider(device), [])
         if equal[index] not in indices or index in pins:
             indices.append(index)
-    for provider, indices in by_provider.items():
-        if pinned := [index for index in indices if index in pins]:
-            if len(pinned) > 1:
-                names = " and ".join(devices[index].id for index in pinned)
-                message = f"nodes are pinned to {names}: a session of ONNX Runtime has one device of {provider}"
-                hint = "choose another --placer, or change the device map"
-                raise InfeasibleError("P003", message, where=OneSession.name, hint=hint)
-            by_provider[provider] = pinned
-    for combination in product(*by_provider.values()):
-        yield np.array(sorted(combination), dtype=np.int32)
+    choices = (
+        filter(lambda index: index >= 0, choice) for choice in product(*([*row, -1] for row in by_provider.values()))
+    )
+    possible = [
+        chosen
+        for chosen in map(set, choices)
+        if chosen >= pins and not explain_conflict([devices[index] for index in sorted(chosen)])
+    ]
+    if not possible:
+        pinned = [devices[index] for index in sorted(pins)]
+        reason = explain_conflict(pinned) or "CPU devices are one in a session"
+        message = f"nodes are pinned to {' and '.join(device.id for device in pinned)}: {reason}"
+        raise InfeasibleError(
+            "P003", message, where=OneSession.name, hint="choose another --placer, or change the device map"
+        )
+    largest = [chosen for chosen in possible if not any(chosen < other for other in possible)]
+    return [np.array(sorted(chosen), dtype=np.int32) for chosen in largest]
 
 
 def find_hub(target: Target, chosen: Ints) -> int:
@@ -237,9 +244,7 @@ class SessionProgram:
             if index == self.hub:
                 continue
             home = on[position]
-            # A provider that compiles takes no node behind one of another device.
-            bound = 0.0 if self.problem.target.devices[index].compiles else 1.0
-            entering = program.add_columns(len(self.value), cost=costs.entering[index][self.value] * scale, upper=bound)
+            entering = program.add_columns(len(self.value), cost=costs.entering[index][self.value] * scale, upper=1.0)
             leaving = program.add_columns(len(self.value), cost=costs.leaving[index][self.value] * scale, upper=1.0)
             for columns, near, far in (
                 (entering, home[self.reader], home[self.source[self.row]]),
@@ -248,8 +253,6 @@ class SessionProgram:
                 # A value enters where a reader is and its producer is not; it leaves where the producer alone is.
                 table = np.stack([columns[self.row], near, far], axis=1)
                 program.add_rows(table, np.array([1.0, -1.0, 1.0]), lower=0.0)
-            if self.problem.target.devices[self.hub].compiles:  # which has no CPU next to it
-                program.add_rows(leaving[:, None], 1.0, upper=0.0)
 
     def _add_weights(self, program: LinearProgram, on: Ints, limit: Longs) -> None:
         """Add whether each weight is on each device, and the limits of their bytes."""

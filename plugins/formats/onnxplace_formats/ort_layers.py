@@ -24,7 +24,7 @@ from onnxplace.model.tensors import tensor_size
 from onnxplace.model.weights import WeightFile
 from onnxplace.target.target import Device
 from onnxplace_formats.one_session import OneSession
-from onnxplace_formats.ort_providers import describe_providers, designate, require_one_device_each
+from onnxplace_formats.ort_providers import describe_providers, designate, explain_conflict, orders_host_first
 
 TO = "ort-layers"
 LAYER_KEY = "layer_ann"
@@ -38,15 +38,15 @@ def write_layers(models: BundleModels, folder: Path) -> tuple[Diagnostic, ...]:
     """Write the whole model with the devices of its nodes, the options of the session, and a script that opens it.
 
     Raises:
-        InputError: The bundle is for several hosts, has two devices of one provider other than the CPU's, or has a
-            placement that ONNX Runtime cannot open.
+        InputError: The bundle is for several hosts, or uses devices that do not share a session.
     """
     manifest = models.manifest
     require_one_host(manifest, TO)
     used = dict.fromkeys(segment.record.device for segment in models.segments)
     devices = [models.devices[name] for name in used]
-    require_one_device_each(devices, TO)
-    require_compilable(models)
+    if conflict := explain_conflict(devices):
+        hint = f"compile with --placer {OneSession.name}, which avoids that, or export --to stages"
+        raise InputError("I015", conflict, where=f"--to {TO}", hint=hint)
     initializers = list(collect_initializers(models).values())
 
     def build(weights: WeightFile | None) -> ModelProto:
@@ -64,28 +64,6 @@ def write_layers(models: BundleModels, folder: Path) -> tuple[Diagnostic, ...]:
     (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
     shutil.copyfile(Path(__file__).with_name("run_layers.py"), folder / SCRIPT_FILE)
     return (*note_routes(manifest, TO), *note_plans(manifest, TO), *note_placement(models, devices))
-
-
-def require_compilable(models: BundleModels) -> None:
-    """Raise InputError where a provider that compiles reads what another provider has computed.
-
-    Such a provider sorts the nodes that it may take, and counts the edges between them; those from nodes of others
-    never come, and the session is not opened (`num_nodes_processed == in_degree.size()`, ONNX Runtime 1.26 to 1.32).
-    """
-    manifest, device_of = models.manifest, {item.record.id: item.record.device for item in models.segments}
-    for segment in models.segments:
-        device = segment.record.device
-        if not models.devices[device].compiles:
-            continue
-        for value in segment.record.inputs:
-            producer = manifest.values[value].producer
-            if producer is not None and device_of[producer] != device:
-                message = (
-                    f"{device} reads {value!r} of {device_of[producer]}: with layers, ONNX Runtime opens no session in "
-                    "which a provider that compiles its nodes has some that follow nodes of another provider"
-                )
-                hint = "compile with --placer one-session, which starts on such a device, or export --to stages"
-                raise InputError("I015", message, where=f"--to {TO}", hint=hint)
 
 
 def annotate_layers(proto: ModelProto, models: BundleModels) -> None:
@@ -111,9 +89,14 @@ def _clear(node: NodeProto) -> None:
 
 
 def describe_session(devices: Sequence[Device], keeps_order: bool = False) -> dict[str, Any]:
-    """Return the options of a session: entries of its configuration, and its providers, the CPU's last."""
+    """Return the options of a session: entries of its configuration, and its providers in their order.
+
+    Where the CPU's provider is the first, it takes all nodes whose layer no rule names.
+    """
     layers: dict[str, list[str]] = {}
     for device in devices:
+        if device.is_host and orders_host_first(devices):
+            continue
         layers.setdefault(designate(device), []).append(f"={device.id}")
     rules = (f"{word}({','.join(annotations)})" for word, annotations in layers.items())
     return {

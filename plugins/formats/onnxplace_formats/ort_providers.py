@@ -6,11 +6,10 @@ provider cannot be told apart in one session.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from onnxplace.errors import InputError, format_names
 from onnxplace.target.device_kinds import list_provider_options
 from onnxplace.target.kind_table import find_kind
 from onnxplace.target.plugin_providers import find_record, parse_kind_name
@@ -23,6 +22,8 @@ _KNOWN_NAMES = {
     "qnn": "QNNExecutionProvider",
     "nv-tensorrt-rtx": "NvTensorRTRTXExecutionProvider",
 }
+# Providers whose nodes cannot be chosen.
+_TAKES_ALL = ("openvino",)
 # Vendors by which `gpu:VENDOR` may name a GPU.
 _VENDORS = {"nvidia": ("cuda", "nv-tensorrt-rtx"), "intel": ("openvino",), "amd": ("migraphx", "vitisai")}
 
@@ -80,8 +81,11 @@ def designate(device: Device) -> str:
     return name_provider(device) if has_name or "/" not in device.kind else hardware
 
 
-def describe_providers(devices: Iterable[Device]) -> list[SessionProvider]:
-    """Return the providers of a session on these devices, the CPU's last: ONNX Runtime asks them in this order."""
+def describe_providers(devices: Sequence[Device]) -> list[SessionProvider]:
+    """Return the providers of a session on these devices, in the order in which ONNX Runtime asks them.
+
+    The CPU's is the last, unless it has to be the first.
+    """
     providers: list[SessionProvider] = []
     for device in devices:
         family, slash, _ = device.kind.partition("/")
@@ -98,20 +102,44 @@ def describe_providers(devices: Iterable[Device]) -> list[SessionProvider]:
             index = 0 if device.has_cores else device.address.index
             module = package.replace("-", "_")
             providers.append(SessionProvider(name, entries, family, module, hardware, index))
-    return [*providers, SessionProvider(CPU_PROVIDER, {})]
+    host = [SessionProvider(CPU_PROVIDER, {})]
+    return host + providers if orders_host_first(devices) else providers + host
 
 
-def require_one_device_each(devices: Sequence[Device], to: str) -> None:
-    """Raise InputError for two devices of a provider: a session has one; all CPU devices are one there."""
+def explain_conflict(devices: Sequence[Device]) -> str:
+    """Return why one session of ONNX Runtime cannot have nodes on each of these devices; empty if it can.
+
+    Of CPU devices, any number are one in a session. Providers that compile their nodes sort all that they are shown
+    (`CreateSupportedPartitionNodeGroups`), and miss an edge to each node that is hidden from them because its layer is
+    another accelerator's: the session is not opened. Nodes of the CPU need not be hidden, if it takes its own first.
+    OpenVINO claims those too, and then gets none. Tried with ONNX Runtime 1.32, QNN 2.7 and OpenVINO 1.8.
+
+    >>> explain_conflict([Device("cpu:0", 1), Device("cpu:1", 1), Device("cuda:0", 1)])
+    ''
+    """
+    accelerators = [device for device in devices if not device.is_host]
     by_provider: dict[str, list[str]] = {}
+    for device in accelerators:
+        by_provider.setdefault(name_provider(device), []).append(device.id)
+    for provider, ids in by_provider.items():
+        if len(ids) > 1:
+            return f"{' and '.join(ids)} are devices of {provider}, of which a session of ONNX Runtime has one"
     for device in devices:
-        if not device.is_host:
-            by_provider.setdefault(name_provider(device), []).append(device.id)
-    for provider, names in by_provider.items():
-        if len(names) > 1:
-            message = f"{format_names(names)} are devices of {provider}, of which a session of ONNX Runtime has one"
-            hint = "compile with --placer one-session, which takes one of them, or export --to stages"
-            raise InputError("I015", message, where=f"--to {to}", hint=hint)
+        others = [item.id for item in devices if item is not device]
+        if others and device.kind.partition("/")[0] in _TAKES_ALL:
+            return f"{device.id} shares no session with {others[0]}: its provider claims all nodes, and then gets none"
+    for device in accelerators:
+        others = [item.id for item in accelerators if item is not device]
+        if others and device.compiles:
+            return (
+                f"{device.id} shares a session with the CPU only, not with {others[0]}: its provider compiles its nodes"
+            )
+    return ""
+
+
+def orders_host_first(devices: Sequence[Device]) -> bool:
+    """Return whether the CPU's provider has to take its nodes before another one is asked (`explain_conflict`)."""
+    return len(devices) > 1 and any(device.compiles for device in devices)
 
 
 def find_designated(word: str, devices: Sequence[Device]) -> list[Device]:

@@ -31,14 +31,14 @@ def make_options(settings: dict[str, Any]) -> onnxruntime.SessionOptions:
 
 
 def find_devices(provider: dict[str, Any]) -> list[Any]:
-    """Return the device of a provider that comes as its own package, in a list."""
+    """Return the device of a provider, in a list; the provider is loaded if it is a package."""
     known = {device.ep_name for device in onnxruntime.get_ep_devices()}
-    if provider["name"] not in known:
+    if provider["name"] not in known and "module" in provider:
         path = importlib.import_module(provider["module"]).get_library_path()
         onnxruntime.register_execution_provider_library(provider["library"], path)
     new = [device for device in onnxruntime.get_ep_devices() if device.ep_name not in known - {provider["name"]}]
     own = [device for device in new if device.ep_name == new[0].ep_name]
-    of_type = [device for device in own if device.device.type.name == provider["type"]]
+    of_type = [device for device in own if device.device.type.name == provider.get("type")]
     index = provider.get("index", 0)
     return (of_type or own)[index : index + 1]
 
@@ -47,16 +47,12 @@ def open_session(folder: Path = FOLDER) -> onnxruntime.InferenceSession:
     """Return a session whose nodes are on the providers that the settings name."""
     settings = read_settings(folder)
     options, providers = make_options(settings), settings["providers"]
-    packages = [provider for provider in providers if "module" in provider]
-    if not packages:
+    if not any("module" in provider for provider in providers):
         listed = [(provider["name"], provider["options"]) for provider in providers]
         return onnxruntime.InferenceSession(folder / "model.onnx", options, providers=listed)
-    # ONNX Runtime takes either names or devices.
+    # Providers that come as packages are given by their devices, and so are the others of such a session.
     for provider in providers:
-        if "module" in provider:
-            options.add_provider_for_devices(find_devices(provider), provider["options"])
-        elif provider["name"] != "CPUExecutionProvider":
-            options.add_provider(provider["name"], provider["options"])
+        options.add_provider_for_devices(find_devices(provider), provider["options"])
     return onnxruntime.InferenceSession(folder / "model.onnx", options)
 
 

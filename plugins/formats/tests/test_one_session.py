@@ -26,8 +26,10 @@ DEVICES = (
     ("cpu:0", "cpu:1"),
     ("cuda:0", "webgpu:0"),
     ("cpu:0", "openvino/npu:0"),
+    ("cpu:0", "qnn/npu:0"),
     ("cpu:0", "cuda:0", "cuda:1"),
     ("cpu:0", "cuda:0", "webgpu:0"),
+    ("cpu:0", "cuda:0", "qnn/npu:0"),
     ("cpu:0", "cuda:0", "openvino/npu:0"),
 )
 
@@ -69,6 +71,11 @@ def reference_seconds(problem: PlacementProblem, device: np.ndarray) -> float:
     used = {int(index) for index in device}
     if len({name_provider(target.devices[index]) for index in used}) < len(used) or problem.refuses(device):
         return np.inf
+    accelerators = [target.devices[index] for index in used if target.devices[index].kind != "cpu"]
+    if len(accelerators) > 1 and any(item.compiles for item in accelerators):
+        return np.inf
+    if len(used) > 1 and any("openvino" in item.kind for item in accelerators):
+        return np.inf
     latency, per_byte = target.link_arrays()
     total = sum(problem.seconds[device[node], node] for node in range(len(graph)))
     hosts = [index for index, item in enumerate(target.devices) if item.kind == "cpu"]
@@ -77,8 +84,6 @@ def reference_seconds(problem: PlacementProblem, device: np.ndarray) -> float:
             continue
         source = int(device[producer])
         readers = {int(device[node]) for node in graph.readers[value]} - {source}
-        if any(target.devices[reader].compiles for reader in readers):
-            return np.inf
         hops = set()
         for reader in readers:
             between = [index for index in hosts if index in used]
@@ -211,23 +216,33 @@ def test_the_example_of_its_docstring():
     assert after[Schedule].simulation.makespan_seconds == pytest.approx(4e-3)
 
 
-def test_a_provider_that_compiles_has_the_nodes_at_the_start_or_none():
-    seconds = {"cpu:0": [1e-3, 5e-3, 1e-3], "openvino/npu:0": [REFUSED_SECONDS, 1e-3, 3e-3]}
-    after = OneSession().run(chain(link_all("cpu:0", "openvino/npu:0"), seconds))
-    assert after[Placement].device.tolist() == [0, 0, 0]
-    seconds["openvino/npu:0"][0] = 2e-3
-    after = OneSession().run(chain(link_all("cpu:0", "openvino/npu:0"), seconds))
-    assert after[Placement].device.tolist() == [1, 1, 0]
+def test_a_provider_that_compiles_has_only_the_cpu_next_to_it():
+    names = ("cpu:0", "cuda:0", "qnn/npu:0")
+    seconds = {"cpu:0": [9e-3] * 3, "cuda:0": [1e-3, 8e-3, 1e-3], "qnn/npu:0": [8e-3, 1e-3, 8e-3]}
+    after = OneSession().run(chain(link_all(*names), seconds))
+    assert after[Placement].device.tolist() == [1, 1, 1]
+    seconds["qnn/npu:0"][0] = seconds["cpu:0"][2] = 1e-3
+    after = OneSession().run(chain(link_all(*names), seconds))
+    assert after[Placement].device.tolist() == [2, 2, 0]
 
 
-def test_nodes_pinned_to_two_devices_of_a_provider_are_an_error_that_names_them():
-    state = chain(link_all("cpu:0", "cuda:0", "cuda:1"), dict.fromkeys(("cpu:0", "cuda:0", "cuda:1"), [1e-3] * 2))
-    groups = Groups(np.arange(2, dtype=np.int32), np.array([1, 2], dtype=np.int32), ("", ""))
-    with pytest.raises(InfeasibleError, match="pinned to cuda:0 and cuda:1: a session of ONNX Runtime has one device"):
-        OneSession().run(state.with_facts(groups))
+@pytest.mark.parametrize(
+    ("names", "reason"),
+    [
+        (("cuda:0", "cuda:1"), "are devices of CUDAExecutionProvider, of which a session of ONNX Runtime has one"),
+        (("cuda:0", "qnn/npu:0"), "qnn/npu:0 shares a session with the CPU only, not with cuda:0"),
+        (("cpu:0", "openvino/npu:0"), "openvino/npu:0 shares no session with cpu:0"),
+        (("cpu:0", "cpu:1"), "CPU devices are one in a session"),
+    ],
+)
+def test_nodes_pinned_to_devices_that_share_no_session_are_an_error_that_names_them(names, reason):
+    groups = Groups(np.arange(2, dtype=np.int32), np.array([0, 1], dtype=np.int32), ("", ""))
+    state = chain(link_all(*names), dict.fromkeys(names, [1e-3] * 2)).with_facts(groups)
+    with pytest.raises(InfeasibleError, match=f"pinned to {' and '.join(names)}: .*{reason}"):
+        OneSession().run(state)
 
 
 def test_three_devices_without_a_cpu_are_an_error_that_says_what_to_add():
-    names = ("cuda:0", "webgpu:0", "openvino/npu:0")
+    names = ("cuda:0", "webgpu:0", "directml/gpu:0")
     with pytest.raises(InfeasibleError, match="add cpu:0"):
         OneSession().run(chain(link_all(*names), dict.fromkeys(names, [1e-3] * 2)))

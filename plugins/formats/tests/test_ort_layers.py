@@ -136,31 +136,47 @@ def test_two_devices_of_one_provider_are_refused_by_name(tmp_path):
     bundle = compile_with_map(
         parser.parse_model(CHAIN), tmp_path / "b", {"enc.*": "cuda:0", "dec.*": "cuda:1"}, target
     ).bundle
-    with pytest.raises(InputError, match="'cuda:0', 'cuda:1' are devices of CUDAExecutionProvider") as caught:
+    with pytest.raises(InputError, match="cuda:0 and cuda:1 are devices of CUDAExecutionProvider") as caught:
         export_bundle(bundle, "ort-layers", tmp_path / "out")
     assert "--placer one-session" in caught.value.hint
 
 
-@pytest.mark.parametrize(("first", "second"), [("openvino/npu:0", "cpu:0"), ("cpu:0", "openvino/npu:0")])
-def test_a_provider_that_compiles_may_be_first_but_not_follow_another(first, second, tmp_path):
-    target = Target((Device("cpu:0", GIB), Device("openvino/npu:0", GIB)))
-    bundle = compile_with_map(
-        parser.parse_model(CHAIN), tmp_path / "b", {"enc.*": first, "dec.*": second}, target
-    ).bundle
-    if second != "cpu:0":
-        with pytest.raises(InputError, match=r"openvino/npu:0 reads 'b' of cpu:0: .* opens no session"):
-            export_bundle(bundle, "ort-layers", tmp_path / "out")
-        return
+def compile_for(folder: Path, first: str, second: str):
+    target = Target(tuple(Device(name, GIB) for name in sorted({"cpu:0", first, second})))
+    return compile_with_map(parser.parse_model(CHAIN), folder, {"enc.*": first, "dec.*": second}, target).bundle
+
+
+def test_a_provider_that_compiles_is_asked_after_the_cpu_whose_nodes_no_rule_names(tmp_path):
+    bundle = compile_for(tmp_path / "b", "cpu:0", "qnn/npu:0")
     export_bundle(bundle, "ort-layers", tmp_path / "out")
     written = json.loads((tmp_path / "out" / "session_options.json").read_text())
-    assert written["providers"][0] == {
-        "name": "OpenVINOExecutionProvider",
-        "options": {},
-        "library": "openvino",
-        "module": "onnxruntime_ep_openvino",
-        "type": "NPU",
-    }
-    assert written[LAYER] == "npu(=openvino/npu:0);CPUExecutionProvider(=cpu:0)"
+    assert written[LAYER] == "npu(=qnn/npu:0)"
+    assert written["providers"] == [
+        {"name": "CPUExecutionProvider", "options": {}},
+        {
+            "name": "QNNExecutionProvider",
+            "options": {"backend_type": "htp"},
+            "library": "qnn",
+            "module": "onnxruntime_qnn",
+            "type": "NPU",
+        },
+    ]
+    device_map = str(tmp_path / "out" / "model.onnx")
+    again = compile_with_map(parser.parse_model(CHAIN), tmp_path / "again", device_map, bundle.target)
+    assert node_names(again.bundle) == node_names(bundle)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "reason"),
+    [
+        ("cpu:0", "openvino/npu:0", "openvino/npu:0 shares no session with cpu:0"),
+        ("cuda:0", "qnn/npu:0", "qnn/npu:0 shares a session with the CPU only, not with cuda:0"),
+    ],
+)
+def test_devices_that_share_no_session_are_refused_with_the_reason(first, second, reason, tmp_path):
+    bundle = compile_for(tmp_path / "b", first, second)
+    with pytest.raises(InputError, match=reason):
+        export_bundle(bundle, "ort-layers", tmp_path / "out")
 
 
 LARGE = {"vgg19", "alexnet", "zfnet512", "gnmt"}
