@@ -16,7 +16,7 @@ from tests.support.commands import node_names
 
 PROVIDERS = {"cpu:0": "CPUExecutionProvider", "webgpu:0": "WebGpuExecutionProvider"}
 MODELS = {
-    "transformer": ({"layers": 2, "hidden": 64, "vocab": 100, "positions": 32}, {"batch": 1, "sequence": 8}),
+    "transformer": ({"layers": 2, "hidden": 64, "vocab": 100, "positions": 32}, {"batch": 1, "seq": 8}),
     "decoder": (
         {"layers": 2, "hidden": 32, "heads": 2, "vocab": 40, "positions": 64},
         {"batch": 1, "seq": 3, "past": 5},
@@ -38,7 +38,7 @@ def compile_in_thirds(name: str, folder: Path) -> onnxplace.Bundle:
     names = [node.name for node in model.graph.node]
     middle = names[len(names) // 3 : 2 * len(names) // 3]
     folder.mkdir()
-    places = {"|".join(map(re.escape, middle)): "webgpu:0", ".*": "cpu:0"}
+    places = {**{re.escape(name): "webgpu:0" for name in middle}, ".*": "cpu:0"}
     (folder / "map.json").write_text(json.dumps(places))
     coplace = f"coplace{{join=never,device_map={json.dumps(str(folder / 'map.json'))}}}"
     pipeline = f"optimize,profile{{estimate=true}},{coplace},m-etf,split,emit"
@@ -48,7 +48,8 @@ def compile_in_thirds(name: str, folder: Path) -> onnxplace.Bundle:
 def run_profiled(folder: Path, feeds: dict[str, np.ndarray], *, optimises: bool) -> tuple[dict, dict[str, str]]:
     """Run an export as its own script opens it; return the outputs, and the provider of each kernel that ran.
 
-    Kernels have the names of their nodes. What `get_provider_graph_assignment_info` says leaves out this provider.
+    Kernels have the names of their nodes, and new ones a number more where the provider wants another layout. What
+    `get_provider_graph_assignment_info` says leaves out this provider.
     """
     script = run_path(str(folder / "session.py"))
     settings = script["read_settings"](folder)
@@ -62,12 +63,8 @@ def run_profiled(folder: Path, feeds: dict[str, np.ndarray], *, optimises: bool)
     outputs = dict(zip([item.name for item in session.get_outputs()], session.run(None, feeds)))
     events = json.loads(Path(session.end_profiling()).read_text())
     kernels = [item for item in events if item.get("cat") == "Node" and item["name"].endswith("_kernel_time")]
-    return outputs, {item["name"].removesuffix("_kernel_time"): item["args"]["provider"] for item in kernels}
-
-
-def is_moved(node, types: dict[str, str]) -> bool:
-    """Return whether ONNX Runtime may leave a node to the CPU: it computes whole numbers, such as shapes."""
-    return node.op_type == "Shape" or any("int" in types.get(value, "") for value in (*node.input, *node.output))
+    names = [re.sub(r"(_token_\d+)?_kernel_time$", "", item["name"]) for item in kernels]
+    return outputs, {name: item["args"]["provider"] for name, item in zip(names, kernels)}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -84,7 +81,8 @@ def test_every_node_runs_where_it_was_asked_to(name, tmp_path):
     assert {provider for _, provider in other.values()} <= {"CPUExecutionProvider"}
     assert len(other) <= len(named) // 10
     assert set(named.values()) == set(PROVIDERS.values())
-    assert all(name.startswith("Memcpy") for name in ran.keys() - asked.keys())
+    assert [name for name in ran.keys() - asked.keys() if not name.startswith(("Memcpy", "Transpose"))] == []
+    assert asked.keys() <= ran.keys()
     for value, result in outputs.items():
         np.testing.assert_allclose(result, expected[value], rtol=1e-2, atol=1e-3)
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from onnx import ModelProto, NodeProto
 
+from onnxplace.bundle.bundle import COSTS_FILE
 from onnxplace.errors import Diagnostic, InputError
 from onnxplace.export.exporting import note_plans, note_routes, require_one_host
 from onnxplace.export.merging import build_whole_model, collect_initializers
@@ -23,6 +24,8 @@ from onnxplace.model.nested_graphs import walk_nodes
 from onnxplace.model.tensors import tensor_size
 from onnxplace.model.weights import WeightFile
 from onnxplace.target.target import Device
+from onnxplace.utils.files import read_json
+from onnxplace_formats.memory_stats import collect_memory, format_stats, measure_weights
 from onnxplace_formats.one_session import OneSession
 from onnxplace_formats.ort_providers import describe_providers, designate, explain_conflict, orders_host_first
 
@@ -31,7 +34,7 @@ LAYER_KEY = "layer_ann"
 """The metadata of a node by which ONNX Runtime assigns it."""
 BY_LAYER, BY_NAME = "session.layer_assignment_settings", "session.name_based_layer_assignment"
 """The session options that say which provider has which annotations, or which names of nodes."""
-MODEL_FILE, SETTINGS_FILE, SCRIPT_FILE = "model.onnx", "session_options.json", "session.py"
+MODEL_FILE, SETTINGS_FILE, SCRIPT_FILE, MEMORY_FILE = "model.onnx", "session_options.json", "session.py", "memory.csv"
 
 
 def write_layers(models: BundleModels, folder: Path) -> tuple[Diagnostic, ...]:
@@ -63,7 +66,21 @@ def write_layers(models: BundleModels, folder: Path) -> tuple[Diagnostic, ...]:
     settings = describe_session(devices, any(segment.record.keeps_order for segment in models.segments))
     (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
     shutil.copyfile(Path(__file__).with_name("run_layers.py"), folder / SCRIPT_FILE)
+    # Budgets of memory are those of CUDA's provider.
+    if any(designate(device) == "cuda" for device in devices):
+        write_memory(proto, measure_weights(initializers), models, folder / MEMORY_FILE)
     return (*note_routes(manifest, TO), *note_plans(manifest, TO), *note_placement(models, devices))
+
+
+def write_memory(proto: ModelProto, weights: Mapping[str, int], models: BundleModels, path: Path) -> None:
+    """Write the memory of nodes as ONNX Runtime reads it for a budget, unless the size of a value is not known."""
+    costs = read_json(models.bundle.file(COSTS_FILE), "C011", "a cost file")
+    sizes = dict(costs.get("value_bytes", {}))
+    sizes |= {item.name: sizes[item.value] for item in models.manifest.outputs if item.value in sizes}
+    inputs = [item.name for item in models.manifest.inputs]
+    rows = collect_memory(proto.graph.node, weights, inputs, {**costs, "value_bytes": sizes})
+    if rows is not None:
+        path.write_text(format_stats(rows), encoding="utf-8")
 
 
 def annotate_layers(proto: ModelProto, models: BundleModels) -> None:

@@ -21,6 +21,7 @@ HEAVY = ("networkx", "numpy", "onnx", "onnxplace_formats.graphml_format", "onnxp
         ("export_options", {"triton", "ort-genai"}),
         ("device_maps", {"ort-layers"}),
         ("passes", {"one-session"}),
+        ("commands", {"memory-stats"}),
         ("graph_formats", {"graphml"}),
         ("graph_functions", {"from_networkx", "to_networkx", "GENERATORS"}),
     ],
