@@ -69,37 +69,42 @@ class OneSession(Pass):
 
     def run(self, state: State) -> State:
         problem = placement_problem(state)
-        best: tuple[float, bool, Ints] | None = None
-        for chosen in list_device_choices(problem):
-            found = self._place_within_memory(problem, chosen)
-            if found is not None and (best is None or found[0] < best[0]):
-                best = found
-        if best is None:
-            raise out_of_memory_error(problem, self.name)
-        step_seconds, is_proven, device = best
+        step_seconds, is_proven, device = self.find_best(problem)
         proof = "no other placement is faster" if is_proven else "better ones were not ruled out in this time"
         message = f"one session takes {format_milliseconds(step_seconds)} by these costs; {proof}"
         after = commit_placement(state, problem, device, problem.graph.positions.astype(np.float64), self.name)
         return after.with_notes(Diagnostic("P021", message, where=self.name))
 
-    def _place_within_memory(self, problem: PlacementProblem, chosen: Ints) -> tuple[float, bool, Ints] | None:
-        """Return the seconds of a step, whether it is the best, and devices; None if nothing was found that fits."""
+    def find_best(self, problem: PlacementProblem) -> tuple[float, bool, Ints]:
+        """Return the seconds of the best step that was found, whether no other is faster, and the device of each node.
+
+        Raises InfeasibleError.
+        """
+        steps = [self._place_within_memory(problem, chosen) for chosen in list_device_choices(problem)]
+        step_seconds, _, device = min(steps, key=lambda step: step[0])
+        if device is None:
+            raise out_of_memory_error(problem, self.name)
+        # A set of devices whose best step is not known may have a better one.
+        return step_seconds, all(is_proven for _, is_proven, _ in steps), device
+
+    def _place_within_memory(self, problem: PlacementProblem, chosen: Ints) -> tuple[float, bool, Ints | None]:
+        """Return the seconds of a step, whether none is faster, and devices; infinity and None if none fits."""
         program = SessionProgram(problem, chosen)
         limit: Longs | None = None
         for attempt in range(1, _ATTEMPTS + 1):
             device, is_proven = program.solve(limit, self.seconds, self.gap)
+            # With smaller limits than the true ones, a better placement may be left out.
+            is_proven &= limit is None or bool((limit >= problem.limit_bytes).all())
             if device is None:
-                return None
+                return np.inf, is_proven, None
             simulation = problem.simulate(device, problem.graph.order)
             if not problem.excess_bytes(simulation).any():
-                # With smaller limits than the true ones, a better placement may be left out.
-                is_proven &= limit is None or bool((limit >= problem.limit_bytes).all())
                 return session_seconds(problem, device, program.hub), is_proven, device
             if limit is None:
                 limit = problem.limit_bytes
             else:
                 limit = tighten_limits(problem, limit, problem.limit_bytes, simulation, attempt)
-        return None
+        return np.inf, False, None
 
 
 def list_device_choices(problem: PlacementProblem) -> list[Ints]:
@@ -197,7 +202,7 @@ class SessionProgram:
         self.source: Ints = group[graph.producer[self.value]]
 
     def solve(self, limit: Longs | None, seconds: float, gap: float) -> tuple[Ints | None, bool]:
-        """Return the device of each node, and whether no other placement takes less; None if there is none.
+        """Return the device of each node, None if there is none, and whether it is sure that nothing takes less.
 
         Args:
             limit: Per device, the bytes of its weights; None for no limit.
@@ -210,7 +215,7 @@ class SessionProgram:
         times = np.stack([sum_by(problem.group, problem.seconds[index], self.groups) for index in chosen])
         allowed = self._list_allowed()
         if not allowed.any(axis=0).all():
-            return None, False
+            return None, True
         scale = _SCALED_TOTAL / max(float(np.where(allowed, times, 0.0).sum()), 1e-12)
         program = LinearProgram()
         on = program.add_columns(
@@ -221,11 +226,11 @@ class SessionProgram:
         if limit is not None:
             self._add_weights(program, on, limit)
         solver = program.solve({"time_limit": seconds, "mip_rel_gap": gap, "mip_abs_gap": 0.0})
-        solution = solver.getSolution()
-        if not solution.value_valid:
-            return None, False
+        solution, status = solver.getSolution(), solver.modelStatusToString(solver.getModelStatus())
+        if not solution.value_valid or status == "Infeasible":
+            return None, status == "Infeasible"
         home = np.array(solution.col_value)[on].argmax(axis=0)
-        is_proven = solver.modelStatusToString(solver.getModelStatus()) == "Optimal" and gap == 0
+        is_proven = status == "Optimal" and gap == 0
         return chosen[home][problem.group].astype(np.int32), is_proven
 
     def _list_allowed(self) -> Bools:

@@ -25,9 +25,11 @@ from onnxplace.model.tensors import tensor_size
 from onnxplace.model.weights import WeightFile
 from onnxplace.target.target import Device
 from onnxplace.utils.files import read_json
+from onnxplace.utils.quantities import format_milliseconds
 from onnxplace_formats.memory_stats import collect_memory, format_stats, measure_weights
 from onnxplace_formats.one_session import OneSession
 from onnxplace_formats.ort_providers import describe_providers, designate, explain_conflict, orders_host_first
+from onnxplace_formats.session_prediction import predict_session
 
 TO = "ort-layers"
 LAYER_KEY = "layer_ann"
@@ -135,4 +137,10 @@ def note_placement(models: BundleModels, devices: Sequence[Device]) -> Iterator[
         yield Diagnostic("I001", message, where=TO, hint="compile with --shard off")
     if len(devices) > 1 and manifest.placer != OneSession.name:
         message = f"placer {manifest.placer!r} lets devices compute at the same time, which one session does not"
+        if predicted := predict_session(models):
+            message += (
+                f": it takes {format_milliseconds(predicted.step_seconds)} for this placement by the bundle's costs"
+            )
+            best = predicted.best_seconds
+            message += "" if best is None else f", and {format_milliseconds(best)} for the best one"
         yield Diagnostic("I001", message, where=TO, hint=f"compile with --placer {OneSession.name}, the best for one")

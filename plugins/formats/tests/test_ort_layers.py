@@ -1,6 +1,7 @@
 """`export --to ort-layers`: one model for one session of ONNX Runtime, and its settings as a device map."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,9 +17,12 @@ from models import MODELS
 from onnxplace.driver.compile import compile_model
 from onnxplace.errors import InputError, TargetError, UsageError
 from onnxplace.export.exporting import export_bundle
+from onnxplace.export.segment_models import BundleModels
 from onnxplace.model.nested_graphs import walk_nodes
 from onnxplace.target.target import Device, Target
+from onnxplace.utils.quantities import format_milliseconds
 from onnxplace_formats.layer_maps import match_layer, match_name, parse_rules
+from onnxplace_formats.session_prediction import predict_session
 from tests.export.conftest import DECODER_SHAPE
 from tests.export.samples import assert_same_outputs, draw_feeds, run_file
 from tests.support.commands import node_names, only_json
@@ -97,8 +101,28 @@ def test_the_settings_name_the_provider_of_each_device(tmp_path):
     names = [provider["name"] for provider in written["providers"]]
     assert names == ["CUDAExecutionProvider", "CPUExecutionProvider"]
     assert written["providers"][0]["options"]["device_id"] == "0"
-    assert [note.code for note in exported.diagnostics] == ["I001"]
+    (note,) = exported.diagnostics
+    assert re.fullmatch(
+        r"placer 'm-etf' lets .*: it takes .* ms for this placement .*, and .* ms for the best one", note.message
+    )
+    assert "--placer one-session" in note.hint
     open_export(tmp_path / "out").run(None, {"x": np.ones(4, np.float32)})
+
+
+@pytest.mark.parametrize("name", ["two-encoders", "squeezenet"])
+def test_the_time_that_the_export_states_is_that_of_the_placer(name, tmp_path):
+    """For its own placement, the best one takes as long, and another one is not faster."""
+    stated = []
+    for placer in ("one-session", "m-topo", "m-etf"):
+        pipeline = f"optimize,profile{{estimate=true}},coplace{{join=never}},{placer},split,emit"
+        bundle = compile_model(MODELS[name].build(), tmp_path / placer, target=WITH_GPU, pipeline=pipeline).bundle
+        stated.append(predict_session(BundleModels(bundle)))
+        messages = [item.message for item in bundle.manifest.diagnostics if item.where == "one-session"]
+        for message in messages:
+            assert f"takes {format_milliseconds(stated[0].step_seconds)} by these costs" in message
+    assert stated[0].step_seconds == pytest.approx(stated[0].best_seconds)
+    assert all(item.best_seconds == pytest.approx(stated[0].best_seconds) for item in stated)
+    assert all(item.step_seconds >= stated[0].step_seconds * 0.999 for item in stated)
 
 
 def test_onnx_runtime_reads_the_settings_and_refuses_others(tmp_path):
