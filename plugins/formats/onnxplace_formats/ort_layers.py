@@ -121,6 +121,12 @@ def describe_session(devices: Sequence[Device], keeps_order: bool = False) -> di
     return {
         BY_LAYER: ";".join(rules),
         "providers": [provider.describe() for provider in describe_providers(devices)],
+        # As the costs of nodes were measured; of several CPU devices, all cores.
+        **(
+            {"intra_op_num_threads": threads}
+            if (threads := sum(item.cores for item in devices if item.is_host))
+            else {}
+        ),
         **({"keeps_order": True} if keeps_order else {}),
     }
 

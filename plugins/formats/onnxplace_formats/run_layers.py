@@ -24,6 +24,7 @@ def make_options(settings: dict[str, Any]) -> onnxruntime.SessionOptions:
         if key.startswith("session."):
             options.add_session_config_entry(key, value)
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+    options.intra_op_num_threads = settings.get("intra_op_num_threads", 0)
     if settings.get("keeps_order"):  # a training step: its own order needs the least memory
         options.execution_order = onnxruntime.ExecutionOrder.PRIORITY_BASED
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL

@@ -78,6 +78,7 @@ def test_every_node_has_its_device_as_its_layer(decoder_bundle, tmp_path):
     assert written == {
         LAYER: "CPUExecutionProvider(=cpu:0,=cpu:1)",
         "providers": [{"name": "CPUExecutionProvider", "options": {}}],
+        "intra_op_num_threads": 2,
     }
     (first, second) = exported.diagnostics
     assert first.message == "cpu:0, cpu:1 are one device in a session: its nodes run one after the other"
