@@ -56,27 +56,23 @@ def read_layer_map(source: str, state: State) -> tuple[Ints, list[Diagnostic]] |
         TargetError: The target has no device that a rule names, or several.
         UsageError: No node has a layer or a name of the settings.
     """
-    if source.lower().endswith(".onnx") and not source.startswith("{"):
+    is_text = source.startswith("{")
+    if source.lower().endswith(".onnx") and not is_text:
         path = Path(source)
-        nodes = _read_nodes(path)
+        nodes, file = _read_nodes(path), path.with_name(SETTINGS_FILE)
         layers = list_layers(nodes)
-        file = path.with_name(SETTINGS_FILE)
         if not layers or (not file.exists() and _name_devices(nodes)):
             return None
-        settings, where = _read_settings(file), format_path(file)
-    else:
-        where = "device map" if source.startswith("{") else source
-        settings = (
-            parse_json(source, "U023", "a device map", where)
-            if where != source
-            else read_json(source, "U023", "a device map")
-        )
-        if not isinstance(settings, dict) or not settings.keys() & {BY_LAYER, BY_NAME}:
-            return None
-        layers = list_layers(state[Model].nodes) if Model in state else {}
-        beside = Path(source).with_name(MODEL_FILE)
-        if not layers and where == source and beside.exists():
-            layers = list_layers(_read_nodes(beside))
+        return _pin(_choose_settings(_read_settings(file), format_path(file)), layers, state, format_path(file))
+    where = "device map" if is_text else source
+    settings = (
+        parse_json(source, "U023", "a device map", where) if is_text else read_json(source, "U023", "a device map")
+    )
+    if not isinstance(settings, dict) or not settings.keys() & {BY_LAYER, BY_NAME}:
+        return None
+    layers = list_layers(state[Model].nodes) if Model in state else {}
+    if not layers and not is_text and (beside := Path(source).with_name(MODEL_FILE)).exists():
+        layers = list_layers(_read_nodes(beside))
     return _pin(_choose_settings(settings, where), layers, state, where)
 
 

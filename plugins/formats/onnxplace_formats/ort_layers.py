@@ -76,7 +76,8 @@ def write_layers(models: BundleModels, folder: Path) -> tuple[Diagnostic, ...]:
 
 def write_memory(proto: ModelProto, weights: Mapping[str, int], models: BundleModels, path: Path) -> None:
     """Write the memory of nodes as ONNX Runtime reads it for a budget, unless the size of a value is not known."""
-    costs = read_json(models.bundle.file(COSTS_FILE), "C011", "a cost file")
+    file = models.bundle.file(COSTS_FILE)
+    costs = read_json(file, "C011", "a cost file") if file.exists() else {}
     sizes = dict(costs.get("value_bytes", {}))
     sizes |= {item.name: sizes[item.value] for item in models.manifest.outputs if item.value in sizes}
     inputs = [item.name for item in models.manifest.inputs]
@@ -96,7 +97,7 @@ def annotate_layers(proto: ModelProto, models: BundleModels) -> None:
         _clear(node)
     for node in proto.graph.node:
         # A node that only renames an output belongs to no segment.
-        if device := device_of.get(node.name) or home.get(node.input[0], ""):
+        if device := device_of.get(node.name) or next((home[name] for name in node.input if name in home), ""):
             node.metadata_props.add(key=LAYER_KEY, value=device)
             home.update(dict.fromkeys(node.output, device))
 
@@ -118,15 +119,12 @@ def describe_session(devices: Sequence[Device], keeps_order: bool = False) -> di
             continue
         layers.setdefault(designate(device), []).append(f"={device.id}")
     rules = (f"{word}({','.join(annotations)})" for word, annotations in layers.items())
+    # As the costs of nodes were measured; of several CPU devices, all cores.
+    threads = sum(device.cores for device in devices if device.is_host)
     return {
         BY_LAYER: ";".join(rules),
         "providers": [provider.describe() for provider in describe_providers(devices)],
-        # As the costs of nodes were measured; of several CPU devices, all cores.
-        **(
-            {"intra_op_num_threads": threads}
-            if (threads := sum(item.cores for item in devices if item.is_host))
-            else {}
-        ),
+        **({"intra_op_num_threads": threads} if threads else {}),
         **({"keeps_order": True} if keeps_order else {}),
     }
 
@@ -144,9 +142,7 @@ def note_placement(models: BundleModels, devices: Sequence[Device]) -> Iterator[
     if len(devices) > 1 and manifest.placer != OneSession.name:
         message = f"placer {manifest.placer!r} lets devices compute at the same time, which one session does not"
         if predicted := predict_session(models):
-            message += (
-                f": it takes {format_milliseconds(predicted.step_seconds)} for this placement by the bundle's costs"
-            )
+            message += f": it takes {format_milliseconds(predicted.step_seconds)} for this placement by its costs"
             best = predicted.best_seconds
             message += "" if best is None else f", and {format_milliseconds(best)} for the best one"
         yield Diagnostic("I001", message, where=TO, hint=f"compile with --placer {OneSession.name}, the best for one")
