@@ -14,6 +14,7 @@ from hypothesis import given, settings, strategies as st
 from onnx import parser
 
 from models import MODELS
+from onnxplace.bundle.bundle import Bundle
 from onnxplace.driver.compile import compile_model
 from onnxplace.errors import InputError, TargetError, UsageError
 from onnxplace.export.exporting import export_bundle
@@ -310,6 +311,23 @@ def test_the_command_reads_a_setting_and_says_what_it_pinned(run_cli, tmp_path):
     assert result.code == 0, result.err
     messages = [note["message"] for note in only_json(result)["diagnostics"]]
     assert "names pin 4 nodes of 4; the others are free" in messages
+
+
+def test_the_commands_place_export_and_place_again(run_cli, tmp_path):
+    onnx.save(parser.parse_model(CHAIN), tmp_path / "model.onnx")
+    arguments = ("compile", tmp_path / "model.onnx", "--devices", "cpu:0,cpu:1", "--no-trial", "--json")
+    placed = run_cli(*arguments, "-o", tmp_path / "b", "--placer", "one-session")
+    assert placed.code == 0, placed.err
+    messages = [note["message"] for note in only_json(placed)["diagnostics"] if note["code"] == "P021"]
+    assert [message.endswith("no other placement is faster") for message in messages] == [True]
+    exported = run_cli("export", tmp_path / "b", "--to", "ort-layers", "-o", tmp_path / "layers")
+    assert (exported.code, exported.out) == (
+        0,
+        f"{tmp_path / 'layers'}: model.onnx, session.py, session_options.json\n",
+    )
+    again = run_cli(*arguments, "-o", tmp_path / "c", "--device-map", tmp_path / "layers" / "model.onnx")
+    assert again.code == 0, again.err
+    assert node_names(Bundle.open(tmp_path / "b")) == node_names(Bundle.open(tmp_path / "c"))
 
 
 @settings(max_examples=300)
