@@ -120,7 +120,9 @@ def explain_conflict(devices: Sequence[Device]) -> str:
     accelerators = [device for device in devices if not device.is_host]
     by_provider: dict[str, list[str]] = {}
     for device in accelerators:
-        by_provider.setdefault(name_provider(device), []).append(device.id)
+        behind = find_kind(device.kind).list_providers(device.address)[1:]  # as CUDA's behind TensorRT's
+        for name in (name_provider(device), *(name for name, _ in behind)):
+            by_provider.setdefault(name, []).append(device.id)
     for provider, ids in by_provider.items():
         if len(ids) > 1:
             return f"{' and '.join(ids)} are devices of {provider}, of which a session of ONNX Runtime has one"

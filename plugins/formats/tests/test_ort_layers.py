@@ -23,6 +23,7 @@ from onnxplace.model.nested_graphs import walk_nodes
 from onnxplace.target.target import Device, Target
 from onnxplace.utils.quantities import format_milliseconds
 from onnxplace_formats.layer_maps import match_layer, match_name, parse_rules
+from onnxplace_formats.ort_providers import describe_providers, designate, explain_conflict, find_designated
 from onnxplace_formats.session_prediction import predict_session
 from tests.export.conftest import DECODER_SHAPE
 from tests.export.samples import assert_same_outputs, draw_feeds, run_file
@@ -190,6 +191,33 @@ def test_a_provider_that_compiles_is_asked_after_the_cpu_whose_nodes_no_rule_nam
     device_map = str(tmp_path / "out" / "model.onnx")
     again = compile_with_map(parser.parse_model(CHAIN), tmp_path / "again", device_map, bundle.target)
     assert node_names(again.bundle) == node_names(bundle)
+
+
+def test_tensorrt_brings_cuda_for_the_nodes_that_it_refuses(tmp_path):
+    fast = Device("cuda:0", GIB, options={"provider": "tensorrt"})
+    assert explain_conflict([fast, Device("cpu:0", GIB)]) == ""
+    assert "of CUDAExecutionProvider" in explain_conflict([fast, Device("cuda:1", GIB)])
+    names = [provider.name for provider in describe_providers([fast, Device("cpu:0", GIB)])]
+    assert names == ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"]
+    assert (designate(fast), designate(Device("webgpu:0", GIB))) == (
+        "TensorrtExecutionProvider",
+        "WebGpuExecutionProvider",
+    )
+
+
+@pytest.mark.parametrize(
+    ("word", "ids"),
+    [
+        ("cpu", "cpu:0"), ("CPU", "cpu:0"), ("gpu", "cuda:0 webgpu:0 openvino/igpu:0"), ("gpu:1", ""),
+        ("gpu:nvidia", "cuda:0"), ("gpu:intel", "openvino/igpu:0"), ("gpu:amd", ""), ("gpu:other", ""),
+        ("cuda", "cuda:0"), ("dml", ""), ("npu", "qnn/npu:0"), ("fpga", ""),
+        ("accelerator", "cuda:0 webgpu:0 openvino/igpu:0 qnn/npu:0"),
+        ("CPUExecutionProvider", "cpu:0"), ("OpenVINOExecutionProvider", "openvino/igpu:0"), ("cpuexecutionprovider", ""),
+    ],
+)  # fmt: skip
+def test_words_mean_the_devices_that_onnx_runtime_gives_them_to(word, ids):
+    names = ("cpu:0", "cuda:0", "webgpu:0", "openvino/igpu:0", "qnn/npu:0")
+    assert [device.id for device in find_designated(word, [Device(name, GIB) for name in names])] == ids.split()
 
 
 @pytest.mark.parametrize(
