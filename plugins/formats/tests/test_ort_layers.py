@@ -212,7 +212,8 @@ def test_tensorrt_brings_cuda_for_the_nodes_that_it_refuses(tmp_path):
         ("gpu:nvidia", "cuda:0"), ("gpu:intel", "openvino/igpu:0"), ("gpu:amd", ""), ("gpu:other", ""),
         ("cuda", "cuda:0"), ("dml", ""), ("npu", "qnn/npu:0"), ("fpga", ""),
         ("accelerator", "cuda:0 webgpu:0 openvino/igpu:0 qnn/npu:0"),
-        ("CPUExecutionProvider", "cpu:0"), ("OpenVINOExecutionProvider", "openvino/igpu:0"), ("cpuexecutionprovider", ""),
+        ("CPUExecutionProvider", "cpu:0"), ("cpuexecutionprovider", ""),
+        ("OpenVINOExecutionProvider", "openvino/igpu:0"),
     ],
 )  # fmt: skip
 def test_words_mean_the_devices_that_onnx_runtime_gives_them_to(word, ids):
