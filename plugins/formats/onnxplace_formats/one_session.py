@@ -189,7 +189,7 @@ class SessionProgram:
     def __init__(self, problem: PlacementProblem, chosen: Ints) -> None:
         self.problem, self.chosen = problem, chosen
         self.hub = find_hub(problem.target, chosen)
-        self.groups = len(problem.pinned)
+        self.groups, self.copies = len(problem.pinned), CopySeconds(problem, self.hub)
         graph, group = problem.graph, problem.group
         # Values that leave the group of their producer, and for each the groups that read it.
         read = graph.readers
@@ -216,7 +216,8 @@ class SessionProgram:
         allowed = self._list_allowed()
         if not allowed.any(axis=0).all():
             return None, True
-        scale = _SCALED_TOTAL / max(float(np.where(allowed, times, 0.0).sum()), 1e-12)
+        copies = (self.copies.entering + self.copies.leaving)[:, self.value].sum()
+        scale = _SCALED_TOTAL / max(float(np.where(allowed, times, 0.0).sum() + copies), 1e-12)
         program = LinearProgram()
         on = program.add_columns(
             times.shape, cost=np.where(allowed, times, 0.0) * scale, upper=allowed.astype(float), is_integral=True
@@ -244,7 +245,7 @@ class SessionProgram:
         """Add whether each value enters and leaves each device other than the hub."""
         if not len(self.value):
             return
-        costs = CopySeconds(self.problem, self.hub)
+        costs = self.copies
         for position, index in enumerate(self.chosen.tolist()):
             if index == self.hub:
                 continue
