@@ -2,7 +2,8 @@
 
 torch exports models of the transformers library with random weights. They are compiled for two and three CPU devices
 with several placers, one of them random, and compared with the unsplit model, with the sizes of the export and with
-others: as `onnxplace verify` does, and bit for bit without the optimisations of ONNX Runtime. Needs
+others: as `onnxplace verify` does, and bit for bit without the optimisations of ONNX Runtime. It also opens the export
+`ort-layers` of each bundle. Needs
 `pip install -e '.[cpu,dev,zoo]'`, and no network. docs/zoo.md holds the latest table.
 """
 
@@ -18,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from runpy import run_path
 from time import perf_counter
 from unittest import mock
 
@@ -197,6 +199,7 @@ def check(
         nodes = sum(segment.nodes for segment in manifest.segments)
         differences = compared(bundle, path, runs)
         bits = compared_unoptimised(bundle, path, runs)
+        require_layers_open(bundle, folder.with_name("layers"))
     except Exception as problem:  # noqa: BLE001 - any exception is a result
         return Result(
             model=name, exporter=exporter, nodes=nodes, devices=devices, placer=placer, problem=_shorten_error(problem)
@@ -248,6 +251,15 @@ def _make_target(devices: int) -> Target:
     cheap = tuple(replace(device, segment_seconds=LATENCY_SECONDS) for device in local.devices)
     links = tuple(Link(a.id, b.id, LATENCY_SECONDS, 1e10) for a in cheap for b in cheap if a is not b)
     return replace(local, devices=cheap, links=links)
+
+
+def require_layers_open(bundle: Bundle, folder: Path) -> None:
+    """Export a bundle for one session, and open it; raises ValueError unless all nodes are where they were asked to."""
+    onnxplace.export_bundle(bundle, "ort-layers", folder, force=True)
+    session = run_path(str(folder / "session.py"))["open_session"](folder)
+    providers = {group.ep_name for group in session.get_provider_graph_assignment_info()}
+    if providers != {"CPUExecutionProvider"}:
+        raise ValueError(f"ort-layers: nodes are on {providers}")
 
 
 def compared_unoptimised(bundle: Bundle, path: Path, runs: Sequence[Calls]) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """What plugins add: a table of what is built in, and entry points.
 
 Passes, runtimes, commands and formats are chosen by name. Others are asked in turn, and the first one that answers
-counts: sources, which read other models than ONNX; recognisers, which know what the states of a model are for; and
-objectives, which have strategies of their own for some models.
+counts: sources, which read other models than ONNX; recognisers, which know what the states of a model are for;
+objectives, which have strategies of their own for some models; and device maps of other programs.
 
 Listing imports nothing. A broken plugin fails only on use; the error names its distribution. A plugin cannot take the
 name of a built-in one. Parts of this distribution, in `plugins/`, are found by entry points too, and count as built in.
@@ -21,13 +21,13 @@ from typing import Any, Literal
 from onnxplace.errors import OnnxplaceError, PluginError, UsageError, suggest_nearest
 
 Kind = Literal[
-    "passes", "runtimes", "runtime_options", "commands", "sources", "recognisers", "objectives",
+    "passes", "runtimes", "runtime_options", "commands", "sources", "recognisers", "objectives", "device_maps",
     "export_formats", "export_options", "graph_formats", "graph_functions",
 ]  # fmt: skip
 OWN_DISTRIBUTION = "onnxplace"
 NOUNS: Mapping[Kind, str] = {
     "passes": "pass", "runtimes": "runtime", "runtime_options": "option", "commands": "command", "sources": "source",
-    "recognisers": "recogniser", "objectives": "objective",
+    "recognisers": "recogniser", "objectives": "objective", "device_maps": "device map",
     "export_formats": "format", "export_options": "option", "graph_formats": "format", "graph_functions": "function",
 }  # fmt: skip
 
@@ -105,6 +105,7 @@ _SUMMARIES = {
     "onnxplace_training.pipelined:Pipelined": (
         "placer: layers of a training step on one device each, with micro-batches in turns"
     ),
+    "onnxplace_formats.one_session:OneSession": "placer: the best for one session of ONNX Runtime, `--to ort-layers`",
     "onnxplace_hosts.mpi:Mpi": "run segments with ONNX Runtime, a process per device, on one host or several",
 }
 
@@ -189,7 +190,7 @@ def blame_plugin(kind: Kind, entry: RegistryEntry) -> Iterator[None]:
         raise PluginError("G001", f"{type(problem).__name__}: {problem}", where=where) from problem
 
 
-def ask_plugins(kind: Literal["sources", "recognisers", "objectives"], *arguments: Any) -> Any | None:
+def ask_plugins(kind: Literal["sources", "recognisers", "objectives", "device_maps"], *arguments: Any) -> Any | None:
     """Call the functions that plugins add, in order, and return the first result; None if no plugin has one."""
     for name in list_entries(kind):
         function, entry = load_plugin(kind, name)

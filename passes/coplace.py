@@ -59,7 +59,8 @@ class Coplace(Pass):
     device_map: str = ""
     """A JSON file of regular expression -> device; the first that matches a node's name or module decides.
 
-    Or a map of modules by accelerate or Olive, or a model whose nodes name their devices (docs/export.md)."""
+    Or a map of modules by accelerate or Olive, settings of ONNX Runtime, or a model whose nodes name their devices
+    (docs/export.md)."""
 
     def run(self, state: State) -> State:
         groups, notes = group_nodes(state, **vars(self))

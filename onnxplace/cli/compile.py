@@ -68,7 +68,7 @@ DETAILS = ("P040", "P060", "P062")
     "--device-map",
     type=PATH,
     metavar="F",
-    help='Your placement: {"encoder.*": "cpu:0"}, or a map of accelerate, Olive or ONNX (docs/export.md).',
+    help='Your placement: {"encoder.*": "cpu:0"}, or a map of accelerate, Olive, ONNX or its Runtime (docs/export.md).',
 )
 @click.option(
     "--colocate", multiple=True, metavar="REGEX", help="Nodes with matching names or modules share a device; repeat."

@@ -65,6 +65,7 @@ def export(bundle: Path, *, to: str, output: Path, force: bool, json_: bool, **o
     stages         plain ONNX files, and a script that needs ONNX Runtime and numpy only
     triton         a model repository of Triton Inference Server
     ort-genai      stages of a decoder for ONNX Runtime GenAI
+    ort-layers     one model for one session of ONNX Runtime, which assigns its nodes
     onnx-metadata  one model whose nodes name their devices, as ONNX describes them
     """  # noqa: D301 - \b tells click to keep the line breaks
     from onnxplace.export.exporting import export_bundle

@@ -52,7 +52,7 @@ def export_bundle(
 
     Args:
         bundle: A bundle, or its path.
-        to: The format: "stages", "triton", "ort-genai" or "onnx-metadata", or one of a plugin.
+        to: The format: "stages", "triton", "ort-genai", "ort-layers" or "onnx-metadata", or one of a plugin.
         output: The folder, which must not exist.
         force: Whether an earlier export there is replaced.
         options: Options of the format, such as `{"layout": "python"}` for Triton (docs/export.md).

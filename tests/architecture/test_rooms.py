@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "export": "bundle errors model model_metadata pipeline plugins target utils",
     "measure": "bundle errors feeds machine model passes.profiling pipeline runtime target utils",
     "passes.cost_files": "errors facts model passes.profiling target utils",
-    "passes.placement.grouping": "errors facts graph model model_metadata problem state target utils",
+    "passes.placement.grouping": "errors facts graph model model_metadata plugins problem state target utils",
     "passes.placement.list_scheduling": "errors facts graph problem simulation state target utils",
     "passes.placement.stages": "graph problem simulation utils",
     "passes.recomputation": "errors facts graph model model_metadata problem state utils",

@@ -77,6 +77,7 @@ def test_names_of_a_model_are_harmless_in_every_command(harmless, suffix):
     harmless("report", bundle, "-o", "page.html")
     harmless("export", bundle, "--to", "stages", "-o", "stages")
     harmless("export", bundle, "--to", "onnx-metadata", "-o", "metadata")
+    harmless("export", bundle, "--to", "ort-layers", "-o", "layers")
     np.savez("x.npz", **{f"other{HOSTILE}": np.zeros(3)})
     harmless("run", bundle, "--inputs", "x.npz", code=2)
 

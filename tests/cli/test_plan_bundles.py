@@ -349,7 +349,7 @@ def test_a_trace_has_processes_for_each_plan_and_reports_show_their_own(run_cli,
 
 @pytest.mark.parametrize(
     "command",
-    ["merge -o out", "export --to stages -o out", "export --to onnx-metadata -o out", "export --to triton -o out"],
+    ["merge -o out", *(f"export --to {to} -o out" for to in ("stages", "onnx-metadata", "ort-layers", "triton"))],
 )
 def test_exports_have_the_main_plan_and_name_the_others(run_cli, bundle, command):
     result = run_cli(*command.split(), bundle)

@@ -80,7 +80,7 @@ def test_a_merged_model_holds_all_weights(run_cli, streamed, expected, tmp_path)
     assert is_close(session.run(None, feed_chain())[0], expected)
 
 
-@pytest.mark.parametrize("to", ["stages", "triton", "onnx-metadata"])
+@pytest.mark.parametrize("to", ["stages", "triton", "onnx-metadata", "ort-layers"])
 def test_exports_hold_all_weights(run_cli, streamed, expected, tmp_path, to):
     result = run_cli("export", streamed.path, "--to", to, "-o", tmp_path / "export")
     assert result.code == 0, result

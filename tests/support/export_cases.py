@@ -47,7 +47,13 @@ def list_export_failures(found: Case) -> Iterator[str]:
         except Exception as problem:  # noqa: BLE001 - whatever it is, it counts
             yield f"compile: {first_line(problem)}"
             return
-        ways = {"merge": _merge, "stages": _export_stages, "onnx-metadata": _export_metadata, "report": _report}
+        ways = {
+            "merge": _merge,
+            "stages": _export_stages,
+            "onnx-metadata": _export_metadata,
+            "ort-layers": _export_layers,
+        }
+        ways["report"] = _report
         for way, prepare in ways.items():
             try:
                 run = prepare(bundle, folder, found)
@@ -68,6 +74,11 @@ def _export_metadata(bundle: onnxplace.Bundle, folder: Path, found: Case) -> Run
     path = folder / "annotated" / "model.onnx"
     onnx.checker.check_model(path)
     return partial(_run_plain, path)
+
+
+def _export_layers(bundle: onnxplace.Bundle, folder: Path, found: Case) -> Run:
+    onnxplace.export_bundle(bundle, "ort-layers", folder / "layers")
+    return partial(_run_plain, folder / "layers" / "model.onnx")
 
 
 def _run_plain(path: Path, feeds: Feeds) -> Sequence[Any]:

@@ -97,8 +97,11 @@ SETUPS: Mapping[str, Setup] = {
         *("fixed/model.onnx", "model.bundle", "feeds.npz", "device_map.json"),
         replaced={
             '"merged.onnx")': '"merged.onnx", force=True)',
+            "cuda:0=8GiB": "cpu:0=8GiB",
+            'np.load("inputs.npz")': 'np.load("feeds.npz")',
             "inputs.npz": "../feeds.npz",
             "cuda:0,cuda:1,cpu:0": "cpu:0,cpu:1,cpu:2",
+            "cuda:0,cpu:0": "cpu:0,cpu:1",
         },
     ),
     "docs/faults.md": setup(

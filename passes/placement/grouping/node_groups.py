@@ -36,6 +36,7 @@ from onnxplace.passes.placement.grouping.group_kernels import (
     label_derived,
     number_sets,
 )
+from onnxplace.plugins import ask_plugins
 from onnxplace.problem import device_seconds
 from onnxplace.state import State
 from onnxplace.target.target import Target
@@ -70,7 +71,8 @@ def group_nodes(
     profile, target = state[Profile], state.target
     graph = profile.graph
     removed = state[Model].removed if Model in state else ()
-    pinned, notes = read_pins(device_map, graph, target, removed)
+    read_by_plugin = ask_plugins("device_maps", device_map, state) if device_map else None
+    pinned, notes = read_by_plugin or read_pins(device_map, graph, target, removed)
     if Shards in state:
         shard_device = state[Shards].device
         pinned = np.where(shard_device >= 0, shard_device, pinned)

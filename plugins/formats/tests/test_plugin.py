@@ -17,8 +17,11 @@ HEAVY = ("networkx", "numpy", "onnx", "onnxplace_formats.graphml_format", "onnxp
 @pytest.mark.parametrize(
     ("group", "names"),
     [
-        ("export_formats", {"stages", "triton", "ort-genai", "onnx-metadata"}),
+        ("export_formats", {"stages", "triton", "ort-genai", "ort-layers", "onnx-metadata"}),
         ("export_options", {"triton", "ort-genai"}),
+        ("device_maps", {"ort-layers"}),
+        ("passes", {"one-session"}),
+        ("commands", {"infer-specs", "memory-stats"}),
         ("graph_formats", {"graphml"}),
         ("graph_functions", {"from_networkx", "to_networkx", "GENERATORS"}),
     ],
