@@ -24,6 +24,8 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
+import onnxplace
+from onnxplace.bundle.bundle import Bundle
 from onnxplace.machine.hardware import available_cores
 from onnxplace.measure.compare import compare_output, time_in_turns
 
@@ -121,7 +123,8 @@ def time_calls(calls: Mapping[str, Callable[[], object]], settings: Settings) ->
 class BoundSession:
     """ONNX Runtime's session as a careful user runs it: inputs and outputs are bound once, so that no run copies any.
 
-    Outputs keep their shapes, and `run()` returns nothing; `fetch()` returns the outputs of the last run by name.
+    Outputs keep their shapes, and `run()` returns nothing; `fetch()` returns the outputs of the last run by name. Of
+    models that take strings, which ONNX Runtime cannot bind, nothing is bound.
     """
 
     def __init__(
@@ -135,23 +138,27 @@ class BoundSession:
             setattr(session_options, name, value)
         self._session = onnxruntime.InferenceSession(model, session_options, providers=["CPUExecutionProvider"])
         self._names = [item.name for item in self._session.get_outputs()]
-        self._binding = self._session.io_binding()
-        for name, array in feeds.items():
-            self._binding.bind_cpu_input(name, np.ascontiguousarray(array))
-        for name, value in zip(self._names, self._session.run(self._names, dict(feeds))):
-            if isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
-                value = onnxruntime.OrtValue.ortvalue_from_numpy(value)
-                self._binding.bind_ortvalue_output(name, value)
-            else:  # strings: ONNX Runtime allocates them in each run
-                self._binding.bind_output(name)
+        self._feeds = dict(feeds)
+        self._outputs: list[Any] = self._session.run(self._names, self._feeds)
+        self._binding = None
+        if all(array.dtype.kind in "fiub" for array in (*feeds.values(), *self._outputs)):
+            self._binding = self._session.io_binding()
+            for name, array in feeds.items():
+                self._binding.bind_cpu_input(name, np.ascontiguousarray(array))
+            for name, array in zip(self._names, self._outputs):
+                self._binding.bind_ortvalue_output(name, onnxruntime.OrtValue.ortvalue_from_numpy(array))
 
     def run(self) -> None:
         """Run the model once."""
-        self._session.run_with_iobinding(self._binding)
+        if self._binding is None:
+            self._outputs = self._session.run(self._names, self._feeds)
+        else:
+            self._session.run_with_iobinding(self._binding)
 
     def fetch(self) -> dict[str, Any]:
         """Return the outputs of the last run."""
-        return {name: value.numpy() for name, value in zip(self._names, self._binding.get_outputs())}
+        outputs = self._outputs if self._binding is None else self._binding.copy_outputs_to_cpu()
+        return dict(zip(self._names, outputs))
 
 
 def check_outputs(what: str, outputs: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
@@ -167,6 +174,17 @@ def check_outputs(what: str, outputs: Mapping[str, Any], expected: Mapping[str, 
 def report_progress(text: str) -> None:
     """Print the current step on stderr."""
     print(text, file=sys.stderr, flush=True)
+
+
+def compile_case(model: Path, name: str, settings: Settings, **options: Any) -> Bundle:
+    """Compile a model, as `onnxplace.compile` with these options; with `--quick`, costs are estimates.
+
+    The bundle is called `name`, and lies next to the model.
+    """
+    report_progress(f"compiling {model.stem} for {name}")
+    effort = "low" if settings.quick else "default"
+    output = model.with_name(f"{model.stem}-{name}.bundle".replace(" ", "-"))
+    return onnxplace.compile(model, output, **{"effort": effort, "force": True, **options})
 
 
 def describe_machine() -> str:

@@ -28,6 +28,7 @@ from _case import (
     Settings,
     Table,
     check_outputs,
+    compile_case,
     report_progress,
     run_case,
     time_calls,
@@ -45,8 +46,8 @@ from onnxplace.target.machines import parse_machine
 CASE = Case(
     "A diffusion pipeline on three devices",
     {
-        "OV PR#34077": "https://github.com/openvinotoolkit/openvino/pull/34077",
-        "ovg PR#2730": "https://github.com/openvinotoolkit/openvino.genai/pull/2730",
+        "openvino #34077": "https://github.com/openvinotoolkit/openvino/pull/34077",
+        "openvino.genai #2730": "https://github.com/openvinotoolkit/openvino.genai/pull/2730",
     },
     "OpenVINO's documentation runs the text encoder on the CPU, the denoiser on the NPU and the decoder on the GPU. The"
     " user chooses the device of each model by hand, without a measurement.",
@@ -87,11 +88,10 @@ def measure(settings: Settings) -> list[Table]:
     folder = settings.folder / "here"
     folder.mkdir()
     pipeline = write_pipeline(QUICK_SIZES if settings.quick else SIZES, folder)
-    bundles = {}
-    for index, (what, options) in enumerate(WAYS.items()):
-        report_progress(f"compiling: {what}")
-        output = folder / f"way{index}"
-        bundles[what] = onnxplace.compile(pipeline.program, output, devices=CORES, shape={"batch": 1}, **options)
+    common: dict[str, Any] = {"devices": CORES, "shape": {"batch": 1}}
+    bundles = {
+        what: compile_case(pipeline.program, what, settings, **common, **options) for what, options in WAYS.items()
+    }
     return [
         measure_parts(pipeline, bundles[ALONE], settings),
         *measure_pictures(pipeline, bundles, settings),
@@ -215,10 +215,8 @@ def predict_elsewhere(settings: Settings) -> Table:
     report_progress(f"planning for {MACHINE}")
     target = parse_machine(MACHINE).to_target()
     plan = plan_model(pipeline.program, target=target, estimate=True, effort="low", **common)
-    bundle = onnxplace.compile(
-        pipeline.program, folder / "hand.bundle", machine=MACHINE, device_map=BY_HAND, link_weights=True,
-        effort="low", **common,
-    )  # fmt: skip
+    options: dict[str, Any] = {"machine": MACHINE, "device_map": BY_HAND, "link_weights": True, "effort": "low"}
+    bundle = compile_case(pipeline.program, "by hand", settings, **options, **common)
     hand = bundle.manifest.predicted
     rows = [
         Row("by hand: CPU, NPU, GPU", hand.step_seconds, note=format_rate(hand.interval_seconds)),
@@ -238,7 +236,7 @@ def predict_elsewhere(settings: Settings) -> Table:
         " place for both can gain.",
         "Estimates by published peak rates; they assume that the NPU takes every node. Nothing ran on such a PC.",
     ]
-    return Table(f"Estimated for {MACHINE}, {sizes.steps} steps", rows, rows[0].what, remarks)
+    return Table(f"Estimated for {MACHINE}, one picture", rows, rows[0].what, remarks)
 
 
 def predict_part(path: Path, common: Mapping[str, Any]) -> float:

@@ -25,7 +25,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import numpy as np
 import onnxruntime
-from _case import Case, Feeds, Row, Settings, Table, check_outputs, report_progress, run_case
+from _case import Case, Feeds, Row, Settings, Table, check_outputs, compile_case, report_progress, run_case
 from _streaming_models import Decoder, write_model
 from streaming import ControlGroup, forget_pages, list_streamed
 
@@ -35,8 +35,8 @@ from onnxplace.bundle.bundle import Bundle
 CASE = Case(
     "A model at twice its memory",
     {
-        "ORT#23664": "https://github.com/microsoft/onnxruntime/issues/23664",
-        "ORT#29775": "https://github.com/microsoft/onnxruntime/issues/29775",
+        "onnxruntime #23664": "https://github.com/microsoft/onnxruntime/issues/23664",
+        "onnxruntime #29775": "https://github.com/microsoft/onnxruntime/issues/29775",
     },
     "Weights that do not fit the memory of an accelerator: ONNX Runtime fails when it loads the model or runs it, and"
     " the thread asks for a tool outside of it that partitions by memory.",
@@ -85,10 +85,10 @@ def measure(settings: Settings) -> list[Table]:
     tables, openings = [], []
     for tokens in (1, MANY_ROWS):
         feeds = sizes.feeds(1, tokens, PAST)
-        report_progress(f"compiling for {tokens} tokens")
-        bundle = onnxplace.compile(
+        bundle = compile_case(
             path,
-            settings.folder / f"bundle{tokens}",
+            f"{tokens} rows",
+            settings,
             devices="cpu:0",
             max_memory=limit,
             shape={"batch": 1, "sequence": tokens, "past": PAST},
@@ -176,8 +176,8 @@ def make_step_table(tokens: int, records: Mapping[str, Record], bundle: Bundle, 
     pool, limit, peak = (f"{size / 1e6:,.0f} MB" for size in sizes)
     remark = (
         f"Weights: {weight_bytes / 1e6:,.0f} MB, of which {streamed / 1e6:,.0f} MB are read in each step, through a"
-        f" pool of {pool}. The device may use {limit} and needs {peak}. Predicted: {waits * 1e3:.1f} ms of the step wait"
-        " for weights."
+        f" pool of {pool}. The device may use {limit} and needs {peak}. Predicted: {waits * 1e3:.1f} ms of the step"
+        " wait for weights."
     )
     return Table(f"{tokens} token{'s' * (tokens > 1)} after {PAST}", rows, WAYS[0].what, [remark])
 

@@ -26,6 +26,7 @@ from _case import (
     Settings,
     Table,
     check_outputs,
+    compile_case,
     report_progress,
     run_case,
     time_calls,
@@ -45,9 +46,9 @@ from onnxplace.target.machines import parse_machine
 CASE = Case(
     "A model over two cards",
     {
-        "OV#38250": "https://github.com/openvinotoolkit/openvino/issues/38250",
-        "OV#38253": "https://github.com/openvinotoolkit/openvino/issues/38253",
-        "ORT#23874": "https://github.com/microsoft/onnxruntime/issues/23874",
+        "openvino #38250": "https://github.com/openvinotoolkit/openvino/issues/38250",
+        "openvino #38253": "https://github.com/openvinotoolkit/openvino/issues/38253",
+        "onnxruntime #23874": "https://github.com/microsoft/onnxruntime/issues/23874",
     },
     "Two cards of 32 GB and a model of 27 billion int8 weights: with HETERO and PIPELINE_PARALLEL, the first card held"
     " 28.6 GB and the second one nothing; with a prompt of 29,000 tokens the first one reached 31.5 GB.",
@@ -57,8 +58,12 @@ CARDS = "cpu:0,cpu:1"
 SIZES = {"layers": 8, "hidden": 1024, "heads": 16, "vocab": 8000, "positions": 1024}
 QUICK_SIZES = {"layers": 4, "hidden": 512, "heads": 8, "vocab": 1000, "positions": 1024}
 REQUEST = {"batch": 1, "seq": 1, "past": 256}
-ROOM, SHORT = 1.2, 0.7
-"""Memory of a card, as a share of what the model takes."""
+WAYS: Mapping[str, tuple[float, str]] = {
+    "one card holds it": (1.2, "off"),
+    "layers, 70 %": (0.7, "off"),
+    "shared operators, 70 %": (0.7, "auto"),
+}
+"""Memory of a card, as a share of what the model takes, and whether cards may share operators."""
 
 MACHINE = "2xRTX-5090"
 # As many bytes as the thread's model, in float16; 80 kB of cache for each token.
@@ -69,7 +74,7 @@ QUICK_PASTS = (0,)
 COMPARISON = (
     "The thread's cards, of another model with as much memory, held 28.6 GB without a prompt and 31.5 GB with 29,000"
     " tokens. Its author then rebuilt the plugins so that they split: 15.58 and 14.12 GB, and a crash at the first"
-    " request (OV#38253). The weights here have as many bytes by choice; the bytes of values and their parts follow."
+    " request (openvino #38253). The weights here have as many bytes by choice; the bytes of values, and parts, follow."
 )
 
 
@@ -82,7 +87,7 @@ def measure_here(settings: Settings) -> list[Table]:
     """Return memory by card and steps of a decoder on two cores."""
     path = settings.folder / "decoder.onnx"
     models.save(decoder(**(QUICK_SIZES if settings.quick else SIZES)), path, external=True)
-    bundles = compile_ways(path, settings.folder)
+    bundles = compile_ways(path, settings)
     feeds = dict(random_feeds(bundles["one card holds it"].inputs, REQUEST, 0))
     memory = [row for what, bundle in bundles.items() for row in list_memory(what, bundle, feeds)]
     with ExitStack() as stack:
@@ -104,30 +109,22 @@ def measure_here(settings: Settings) -> list[Table]:
         for what, timing in timings.items()
     ]
     split, alone = (timings[what].seconds for what in ("layers, 70 %", "one card holds it"))
-    price = f"The price of two cards, with whole layers: {split / alone - 1:+.0%} of the step on one card."
+    price = f"The limit of 70 %, with whole layers, costs {split / alone - 1:+.0%} of the step with enough memory."
     return [
         Table("Memory of each card: weights, caches and values", memory, remarks=[describe_limits(bundles)]),
         Table("A token after 256", steps, "ONNX Runtime, one core, I/O binding", [price]),
     ]
 
 
-def compile_ways(path: Path, folder: Path) -> dict[str, Bundle]:
+def compile_ways(path: Path, settings: Settings) -> dict[str, Bundle]:
     """Compile the model with memory for all of it on one card, and with less."""
-    report_progress("compiling for one card that holds all")
     common: dict[str, Any] = {"devices": CARDS, "shape": REQUEST, "stream": "off", "recompute": "off"}
-    alone = onnxplace.compile(path, folder / "alone", placer="single", trial=False, **common)
+    alone = compile_case(path, "its memory", settings, placer="single", **{**common, "effort": "low"})
     needed = max(device.peak_bytes for device in alone.manifest.devices)
-    ways: Mapping[str, tuple[float, str]] = {
-        "one card holds it": (ROOM, "off"),
-        "layers, 70 %": (SHORT, "off"),
-        "shared operators, 70 %": (SHORT, "auto"),
+    return {
+        what: compile_case(path, what, settings, max_memory=int(share * needed), shard=shard, **common)
+        for what, (share, shard) in WAYS.items()
     }
-    bundles = {}
-    for index, (what, (share, shard)) in enumerate(ways.items()):
-        report_progress(f"compiling: {what}")
-        limit = int(share * needed)
-        bundles[what] = onnxplace.compile(path, folder / f"way{index}", max_memory=limit, shard=shard, **common)
-    return bundles
 
 
 def list_memory(what: str, bundle: Bundle, feeds: Mapping[str, Any]) -> list[Row]:
