@@ -49,8 +49,8 @@ CASE = Case(
         "openvino #34077": "https://github.com/openvinotoolkit/openvino/pull/34077",
         "openvino.genai #2730": "https://github.com/openvinotoolkit/openvino.genai/pull/2730",
     },
-    "A page for OpenVINO's documentation runs the text encoder on the CPU, the denoiser on the NPU and the decoder on the"
-    " GPU. The user chooses the device of each model by hand, without a measurement.",
+    "A page for OpenVINO's documentation runs the text encoder on the CPU, the denoiser on the NPU and the decoder on"
+    " the GPU. The user chooses the device of each model by hand, without a measurement.",
 )
 
 SIZES = Diffusion(
