@@ -84,7 +84,9 @@ def list_packages(path: Path) -> set[str]:
     """Return the third-party packages that a file imports, by their names in pip."""
     own = {"onnxplace", "passes", "runtimes", "tests", "benchmarks", *(file.stem for file in path.parent.glob("*.py"))}
     # Cases among the examples have benchmarks on their path, pytest and mypy have the examples.
-    own |= {file.stem for folder in ("examples", "benchmarks") for file in (ROOT / folder).glob("*.py")}
+    own |= {
+        file.stem for folder in ("examples", "examples/cases", "benchmarks") for file in (ROOT / folder).glob("*.py")
+    }
     own |= {package.name for package in (ROOT / "plugins").glob("*/onnxplace_*")} | {
         "plugins"
     }  # of what the tools need, the environment has them
