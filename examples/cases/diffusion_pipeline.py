@@ -93,7 +93,7 @@ def measure(settings: Settings) -> list[Table]:
         what: compile_case(pipeline.program, what, settings, **common, **options) for what, options in WAYS.items()
     }
     return [
-        measure_parts(pipeline, bundles[ALONE], settings),
+        measure_parts(pipeline, bundles[MAPPED], settings),
         *measure_pictures(pipeline, bundles, settings),
         predict_elsewhere(settings),
     ]
@@ -129,7 +129,10 @@ def measure_parts(pipeline: Pipeline, bundle: Bundle, settings: Settings) -> Tab
 
 
 def sum_costs(bundle: Bundle) -> dict[str, float]:
-    """Return the seconds of each model on one core, by the costs of the program's nodes; of the first step only."""
+    """Return the seconds of each model on one core, by the costs of the program's nodes; of the first step only.
+
+    The bundle has whole operators: costs of parts of operators would be counted for each part.
+    """
     nodes = json.loads(bundle.file("costs.json").read_text())["nodes"]
     sums = dict.fromkeys(PARTS, 0.0)
     for name, node in nodes.items():

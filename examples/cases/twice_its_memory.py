@@ -4,8 +4,8 @@
 
 A decoder is compiled with memory for half of its weights. Each session then runs in a process of its own: ONNX Runtime
 with enough memory, and in a control group, which ends what takes too much, ONNX Runtime as it is, ONNX Runtime that
-maps its file, and the bundle. Files are cold (not in the page cache) or warm. Control groups need Linux and the right
-to make them; without it, the same sessions run without a limit, and the table says so.
+maps its file, and the bundle. Files are cold (not in the page cache) or warm, for which this case needs Linux. Control
+groups need the right to make them; without it, the same sessions run without a limit, and the table says so.
 """
 
 from __future__ import annotations
@@ -79,6 +79,8 @@ WAYS = (
 
 def measure(settings: Settings) -> list[Table]:
     """Return a table of steps for one row and one for many rows, and one of openings."""
+    if sys.platform != "linux":
+        raise SystemExit("this case needs Linux, where a file can be dropped from the page cache")
     sizes, path = QUICK_SIZES if settings.quick else SIZES, settings.folder / "decoder.onnx"
     weight_bytes = 4 * write_model(sizes, path, np.float32)
     limit = int(SHARE * weight_bytes)
