@@ -253,6 +253,8 @@ def run_case(case: Case, measure: Callable[[Settings], list[Table]]) -> None:
     parser.add_argument("--quick", action="store_true", help="a small model and few rounds")
     parser.add_argument("--json", action="store_true", help="print figures as JSON, in seconds and bytes")
     options = parser.parse_args()
+    if hasattr(os, "getloadavg") and (load := os.getloadavg()[0]) > 0.5:
+        report_progress(f"other programs keep {load:.1f} cores busy: measured times will be too long")
     with tempfile.TemporaryDirectory() as folder:
         tables = measure(Settings(options.quick, Path(folder)))
     if options.json:
