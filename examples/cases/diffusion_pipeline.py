@@ -54,7 +54,7 @@ CASE = Case(
 )
 
 SIZES = Diffusion(
-    UNet(latent=24, channels=(48, 96, 192), depths=(0, 1, 1), cross=192, head=32, added=128, groups=16),
+    UNet(latent=32, channels=(64, 128), depths=(0, 1), cross=128, head=32, added=128, groups=16),
     text_layers=4, channels=(64, 64, 32, 32), vocab=1000, steps=4,
 )  # fmt: skip
 QUICK_SIZES = Diffusion(
