@@ -154,11 +154,13 @@ def measure_pictures(pipeline: Pipeline, bundles: Mapping[str, Bundle], settings
         sessions = {name: stack.enter_context(onnxplace.InferenceSession(item)) for name, item in bundles.items()}
         calls: dict[str, Callable[[], object]] = {HAND: partial(pipeline.run, parts, feeds), WHOLE: whole.run}
         calls |= {name: partial(session.run, None, feeds) for name, session in sessions.items()}
+        report_progress("measuring one picture")
         timings = time_calls(calls, settings)
         expected = pipeline.run(parts, feeds)
         check_outputs(WHOLE, whole.fetch(), expected)
         for name, session in sessions.items():
             check_outputs(name, dict(zip(expected, session.run(None, feeds))), expected)
+        report_progress(f"measuring {IN_FLIGHT} pictures in flight")
         rates = time_rates({name: calls[name] for name in (HAND, WHOLE)}, sessions, feeds, settings)
     alone, many = list[Row](), list[Row]()
     for name, timing in timings.items():

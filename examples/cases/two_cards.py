@@ -100,6 +100,7 @@ def measure_here(settings: Settings) -> list[Table]:
             "ONNX Runtime, both cores, I/O binding": BoundSession(path, feeds),
         }
         calls |= {what: session.run for what, session in whole.items()}
+        report_progress("measuring steps")
         timings = time_calls(calls, settings)
         expected = whole["ONNX Runtime, one core, I/O binding"].fetch()
         for what in bundles:
