@@ -74,24 +74,39 @@ def test_records_of_a_way_are_joined_with_their_largest_memory():
     assert joined["anonymous_bytes"] == 5
 
 
-def test_a_process_with_too_little_memory_is_killed_and_one_with_enough_is_not(tmp_path):
+@pytest.fixture
+def job(tmp_path):
+    """Return the job of a process that runs a tiny model."""
+    text = '<ir_version: 8, opset_import: ["": 17]> g (float[2] x) => (float[2] y) {y = Abs(x)}'
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
+    np.savez(tmp_path / "feeds.npz", x=np.float32([-1, 2]))
+    files = {"model": "model.onnx", "feeds": "feeds.npz", "outputs": "outputs.npz"}
+    return {"session": "bound", "steps": 2, **{key: str(tmp_path / name) for key, name in files.items()}}
+
+
+def test_a_process_with_too_little_memory_is_killed_and_one_with_enough_is_not(job):
     try:
         with twice_its_memory.ControlGroup(1 << 30):
             pass
     except SystemExit as problem:
         pytest.skip(str(problem))
-    model = onnx.parser.parse_model(
-        '<ir_version: 8, opset_import: ["": 17]> g (float[2] x) => (float[2] y) {y = Abs(x)}'
-    )
-    onnx.save(model, tmp_path / "model.onnx")
-    np.savez(tmp_path / "feeds.npz", x=np.float32([-1, 2]))
-    job = {"session": "bound", "model": str(tmp_path / "model.onnx"), "feeds": str(tmp_path / "feeds.npz")}
-    job |= {"steps": 2, "outputs": str(tmp_path / "outputs.npz")}
     record = twice_its_memory.run_job(job, 1 << 30)
     assert len(record["steps"]) == 2
     assert record["is_limited"]
-    assert np.load(tmp_path / "outputs.npz")["y"].tolist() == [1, 2]
+    with np.load(job["outputs"]) as outputs:
+        assert outputs["y"].tolist() == [1, 2]
     assert twice_its_memory.run_job(job, 16 << 20)["failure"] == "killed"
+
+
+@pytest.mark.parametrize("session", ["bound", "mapped"])
+def test_without_the_right_to_make_a_group_a_process_runs_without_a_limit(session, job, monkeypatch):
+    def refuse(limit):
+        raise SystemExit("no control group can be made here")
+
+    monkeypatch.setattr(twice_its_memory, "ControlGroup", refuse)
+    record = twice_its_memory.run_job({**job, "session": session}, 16 << 20)
+    assert len(record["steps"]) == 2
+    assert not record["is_limited"]
 
 
 def make_bundle(*peaks, limit=100):
