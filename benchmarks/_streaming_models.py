@@ -125,7 +125,7 @@ class Weights:
 def write_model(sizes: Decoder | UNet, path: Path, dtype: type, *, holes: bool = False) -> int:
     """Write a model, and its weights as `PATH.data`; return the number of its parameters."""
     weights = Weights(path.with_name(f"{path.name}.data"), dtype, holes=holes)
-    network = _Network(weights, dtype)
+    network = Network(weights, dtype)
     parts = network.add_decoder(sizes) if isinstance(sizes, Decoder) else network.add_unet(sizes)
     graph = helper.make_graph(network.nodes, path.stem, *parts, list(network.weights.values()))
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=11), path)
@@ -137,7 +137,7 @@ Values = list[ValueInfoProto]
 _UNITS = (("scale", 1.0), ("bias", 0.0))
 
 
-class _Network(Builder):
+class Network(Builder):
     """Nodes and weights of both models."""
 
     def __init__(self, weights: Weights, dtype: type) -> None:
