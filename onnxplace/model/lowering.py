@@ -22,7 +22,7 @@ from onnxplace.feeds.dimensions import (
 )
 from onnxplace.feeds.feeds import Array, check_feeds
 from onnxplace.graph.op_graph import Csr, OpGraph
-from onnxplace.model.model import Model, declaration_of
+from onnxplace.model.model import Entries, Model, declaration_of
 from onnxplace.model.tensors import find_unknown_element, is_known_shape, packed_size, read_shape_entries, tensor_size
 
 # ----------------------------------------------------------------------------------------- dimensions, shapes and sizes
@@ -90,6 +90,30 @@ def infer_static_shapes(model: Model) -> dict[str, tuple[int, ...]]:
     types = replace(model, inputs=inputs, outputs=outputs).types
     entries = {name: read_shape_entries(kind) for name, kind in types.items()}
     return {name: shape for name, shape in entries.items() if is_known_shape(shape)}
+
+
+def list_declared_shapes(model: Model) -> dict[str, tuple[int, ...]]:
+    """Return the shapes that the file has of nodes' results, at the bound sizes.
+
+    They are of use where inference finds none, such as for what a loop collects. Nothing checks them: those that
+    contradict a rank or size that inference finds are left out, and so are impossibly large ones.
+    """
+
+    def bind_entries(entries: Entries) -> list[int | str | None]:
+        return [model.dimensions.get(size, size) if isinstance(size, str) else size for size in entries or ()]
+
+    shapes = {}
+    for name in (name for node in model.nodes for name in node.output if model.declared.get(name) is not None):
+        shape = tuple(bind_entries(model.declared[name]))
+        entries = read_shape_entries(model.types[name]) if name in model.types else None
+        inferred = shape if entries is None else bind_entries(entries)
+        agrees = len(shape) == len(inferred) and all(
+            size == other or not isinstance(other, int) for size, other in zip(shape, inferred)
+        )
+        # No number has more than 16 bytes.
+        if agrees and is_known_shape(shape) and math.prod(shape) <= MAX_VALUE_BYTES >> 4:
+            shapes[name] = shape
+    return shapes
 
 
 def with_shape(value: ValueInfoProto, shape: Sequence[int] | None) -> ValueInfoProto:
