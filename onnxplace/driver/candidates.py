@@ -37,13 +37,7 @@ from onnxplace.graph.op_graph import Floats, OpGraph, sum_by
 from onnxplace.model.model import Model
 from onnxplace.pipeline.pipeline import Observer, Pipeline, Timing
 from onnxplace.pipeline.registry import find_plugin
-from onnxplace.problem import (
-    describe_shortage,
-    fits_single_device,
-    list_transfer_bytes,
-    predict_step_seconds,
-    single_device_seconds,
-)
+from onnxplace.problem import describe_shortage, fits_single_device, list_transfer_bytes, predict_step_seconds
 from onnxplace.simulation.simulated_contention import simulate_with_contention
 from onnxplace.state import Pass, State
 
@@ -336,7 +330,8 @@ def _add_routes(strategy: Strategy, state: State) -> tuple[Strategy, State]:
     if not routes:
         has_work = any(state[Segments].programs)
         reason = "there is no room for a second copy" if has_work else "the model has no nodes to copy"
-        if np.isinf(single_device_seconds(state[Profile], state.target)).any():
+        profile = state[Profile]
+        if profile.needs_host or any(is_refused(seconds).any() for seconds in profile.seconds.values()):
             reason = "no other device takes all nodes of a copy and has room for it"
         raise InfeasibleError("P001", reason, where="replicate")
     replicate = create_pass("replicate", routes=tuple(routes))

@@ -17,13 +17,7 @@ from onnxplace.model.model import Model
 from onnxplace.model.nested_graphs import walk_nodes
 from onnxplace.model.node_metadata import name_with_module
 from onnxplace.model.operator_checks import note_known_functions
-from onnxplace.model.tensors import (
-    find_external_range,
-    find_repository,
-    read_shape_entries,
-    relocate_external_data,
-    take_fingerprint,
-)
+from onnxplace.model.tensors import find_external_range, find_repository, relocate_external_data, take_fingerprint
 from onnxplace.model.weights import build_link_error, has_external_file
 from onnxplace.model_metadata import ModelMetadata, read_training_step
 from onnxplace.utils.files import open_input
@@ -69,7 +63,6 @@ def load(source: str | Path | ModelProto, *, may_lack_weights: bool = False) -> 
     metadata = read_metadata(proto, where if folder else "")
     training = read_training_step(metadata.custom_metadata_map, where)
     names = {"", *(node.name for node in parts.nodes)}
-    values = (*proto.graph.value_info, *proto.graph.output)
     return Model(
         name=proto.graph.name or where,
         ir_version=proto.ir_version,
@@ -79,7 +72,7 @@ def load(source: str | Path | ModelProto, *, may_lack_weights: bool = False) -> 
         inputs=tuple(parts.inputs),
         outputs=tuple(parts.outputs),
         sources=MappingProxyType(parts.sources),
-        declared=MappingProxyType({value.name: read_shape_entries(value.type) for value in values}),
+        value_info=tuple(proto.graph.value_info),
         folder=folder,
         digest=hashlib.sha256(data).hexdigest(),
         weights_files=MappingProxyType({file: take_fingerprint(file) for file in files}),

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from itertools import zip_longest
 from numbers import Integral
 from types import MappingProxyType
 
@@ -22,7 +23,7 @@ from onnxplace.feeds.dimensions import (
 )
 from onnxplace.feeds.feeds import Array, check_feeds
 from onnxplace.graph.op_graph import Csr, OpGraph
-from onnxplace.model.model import Entries, Model, declaration_of
+from onnxplace.model.model import Model, declaration_of
 from onnxplace.model.tensors import find_unknown_element, is_known_shape, packed_size, read_shape_entries, tensor_size
 
 # ----------------------------------------------------------------------------------------- dimensions, shapes and sizes
@@ -93,26 +94,24 @@ def infer_static_shapes(model: Model) -> dict[str, tuple[int, ...]]:
 
 
 def list_declared_shapes(model: Model) -> dict[str, tuple[int, ...]]:
-    """Return the shapes that the file has of nodes' results, at the bound sizes.
+    """Return the shapes of values that the file has, at the bound sizes.
 
-    They are of use where inference finds none, such as for what a loop collects. Nothing checks them: those that
-    contradict a rank or size that inference finds are left out, and so are impossibly large ones.
+    They serve where inference finds none, such as for what a loop collects. Nothing checks them: those that contradict
+    a rank or size that inference finds are left out, and so are impossibly large ones.
     """
 
-    def bind_entries(entries: Entries) -> list[int | str | None]:
-        return [model.dimensions.get(size, size) if isinstance(size, str) else size for size in entries or ()]
+    def read_shape(kind: TypeProto) -> tuple[int | str | None, ...] | None:
+        entries = read_shape_entries(kind)
+        return entries and tuple(model.dimensions.get(str(entry), entry) for entry in entries)
 
     shapes = {}
-    for name in (name for node in model.nodes for name in node.output if model.declared.get(name) is not None):
-        shape = tuple(bind_entries(model.declared[name]))
-        entries = read_shape_entries(model.types[name]) if name in model.types else None
-        inferred = shape if entries is None else bind_entries(entries)
-        agrees = len(shape) == len(inferred) and all(
-            size == other or not isinstance(other, int) for size, other in zip(shape, inferred)
-        )
+    for value in (*model.value_info, *model.outputs):
+        shape, inferred = read_shape(value.type), read_shape(model.types.get(value.name, TypeProto()))
         # No number has more than 16 bytes.
-        if agrees and is_known_shape(shape) and math.prod(shape) <= MAX_VALUE_BYTES >> 4:
-            shapes[name] = shape
+        if is_known_shape(shape) and math.prod(shape) <= MAX_VALUE_BYTES >> 4:
+            pairs = zip_longest(shape, shape if inferred is None else inferred)
+            if all(size == other or (size is not None and not isinstance(other, int)) for size, other in pairs):
+                shapes[value.name] = shape
     return shapes
 
 

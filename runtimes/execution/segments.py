@@ -143,13 +143,11 @@ class OpenSegment:
         """Run with sequences, maps, optionals or strings, which cannot be bound."""
         # Passing an empty optional back as an OrtValue crashes the process, so it is passed as a Python object.
         needs_arrays = self._maps or any(is_absent(value) for value in inputs.values())
-        if needs_arrays or self._is_plain:  # with texts, arrays are the cheapest call
-            try:
+        if needs_arrays or self._is_plain:  # with strings, arrays are the cheapest call
+            # Bytes that are no text are in OrtValues only.
+            with suppress(*(() if needs_arrays else (UnicodeDecodeError,))):
                 arrays = {name: to_python(value) for name, value in inputs.items()}
                 return list(self.session.run(self._names, arrays, options))
-            except UnicodeDecodeError:  # bytes that are no text, which only OrtValues hold
-                if needs_arrays:
-                    raise
         feeds = {name: to_ort_value_if_possible(value) for name, value in inputs.items()}
         return list(self.session.run_with_ort_values(self._names, feeds, options))
 
