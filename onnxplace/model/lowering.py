@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from itertools import zip_longest
 from numbers import Integral
 from types import MappingProxyType
 
@@ -109,8 +108,9 @@ def list_declared_shapes(model: Model) -> dict[str, tuple[int, ...]]:
         shape, inferred = read_shape(value.type), read_shape(model.types.get(value.name, TypeProto()))
         # No number has more than 16 bytes.
         if is_known_shape(shape) and math.prod(shape) <= MAX_VALUE_BYTES >> 4:
-            pairs = zip_longest(shape, shape if inferred is None else inferred)
-            if all(size == other or (size is not None and not isinstance(other, int)) for size, other in pairs):
+            inferred = shape if inferred is None else inferred
+            agrees = all(size == other or not isinstance(other, int) for size, other in zip(shape, inferred))
+            if agrees and len(shape) == len(inferred):
                 shapes[value.name] = shape
     return shapes
 
