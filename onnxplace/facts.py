@@ -134,6 +134,8 @@ class Profile:
     """Fingerprint per node, which identifies it in cost files and other models; empty if not computed."""
     unsharded_seconds: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     """Cost class -> seconds of the whole model before it was sharded; empty for models that are not."""
+    needs_host: bool = False
+    """Whether some values can be on a host only, such as texts: next to a CPU device, no other one can be alone."""
 
     def rewritten(
         self,
@@ -167,6 +169,7 @@ class Profile:
             unit=unit,
             backward=None if self.backward is None else ~is_new & self.backward[source],
             unsharded_seconds=self.unsharded_seconds,
+            needs_host=self.needs_host,
         )
 
     def check(self, state: State) -> None:

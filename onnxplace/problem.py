@@ -189,7 +189,7 @@ def predict_waiting_seconds(state: State) -> float:
 def predict_single_device_seconds(state: State, *, must_fit: bool = False) -> Floats:
     """Return, per device, the predicted step of the whole model on it, from the call to the last output.
 
-    It is infinite where the device refuses a node and, with `must_fit`, where the memory is too small for the model.
+    It is infinite where the device cannot be alone and, with `must_fit`, where the memory is too small for the model.
     """
     seconds: Floats = single_device_seconds(state[Profile], state.target) + request_overhead_seconds(1)
     return np.where(fits_single_device(state), seconds, np.inf) if must_fit else seconds
@@ -205,20 +205,31 @@ def list_transfer_bytes(state: State) -> list[int]:
 def single_device_seconds(profile: Profile, target: Target) -> Floats:
     """Return, per device, the seconds of a step that it runs alone, as one segment, without the request's overhead.
 
-    It is infinite where the device refuses a node. For a sharded model, that is the step of the original.
+    It is infinite where the device cannot be alone. For a sharded model, that is the step of the original.
     """
     call_seconds = np.array([device.segment_seconds for device in target.devices])
+    step_seconds: Floats = sum_node_seconds(profile, target) + call_seconds
+    return step_seconds
+
+
+def sum_node_seconds(profile: Profile, target: Target) -> Floats:
+    """Return, per device, the seconds of all nodes of the model, before it was sharded, on it.
+
+    It is infinite where the device cannot be alone: it refuses a node, or it is not a CPU device, although there is
+    one, and some values can be on a host only. Without a CPU device, sessions of others compute those on the host.
+    """
     node_seconds = device_seconds(profile, target).sum(axis=1)
     if profile.unsharded_seconds:
         node_seconds = np.array([profile.unsharded_seconds[device.cost_class] for device in target.devices])
-    step_seconds: Floats = np.where(is_refused(node_seconds), np.inf, node_seconds + call_seconds)
-    return step_seconds
+    is_cpu = np.array([device.kind == "cpu" for device in target.devices])
+    lacks_host = ~is_cpu & (profile.needs_host and is_cpu.any())
+    return np.where(is_refused(node_seconds) | lacks_host, np.inf, node_seconds)
 
 
 def fits_single_device(state: State) -> Bools:
     """Return, per device, whether it takes every node, and the whole model fits into its memory."""
-    problem = placement_problem(state)
-    fits: Bools = (problem.alone_bytes() <= problem.limit_bytes) & ~problem.refused.any(axis=1)
+    problem, takes_all = placement_problem(state), np.isfinite(sum_node_seconds(state[Profile], state.target))
+    fits: Bools = (problem.alone_bytes() <= problem.limit_bytes) & ~problem.refused.any(axis=1) & takes_all
     return fits
 
 
@@ -239,7 +250,7 @@ def bound_speedup(profile: Profile, target: Target) -> float:
     with np.errstate(divide="ignore", invalid="ignore"):
         rates = 1 / (seconds * processors.sum(axis=1)[:, None])
         together = float((1 / np.stack([rates[users].max(axis=0) for users in processors.T]).sum(axis=0)).sum())
-    best = float(seconds.sum(axis=1).min(initial=np.inf))
+    best = float(sum_node_seconds(profile, target).min(initial=np.inf))
     return best / together if 0 < together < np.inf else np.inf
 
 

@@ -15,9 +15,9 @@ from onnxplace.errors import Diagnostic, format_names
 from onnxplace.facts import REFUSED_SECONDS, Profile, is_refused
 from onnxplace.graph.op_graph import Floats
 from onnxplace.machine.hardware import assign_cores, available_cores, find_measurement_obstacle, probe_device
-from onnxplace.model.cut_constraints import join_quantised_units
+from onnxplace.model.cut_constraints import find_host_values, join_quantised_units
 from onnxplace.model.loading import require_weights
-from onnxplace.model.lowering import infer_static_shapes, value_bytes
+from onnxplace.model.lowering import infer_static_shapes, list_declared_shapes, value_bytes
 from onnxplace.model.model import Model
 from onnxplace.model.whole_numbers import find_changed_nodes
 from onnxplace.model_metadata import Phase
@@ -88,7 +88,8 @@ class ProfileCosts(Pass):
             for device in state.target.devices
         }
         if all(obstacles.values()):  # a measurement would tell what ONNX cannot infer
-            known_shapes, types = infer_shapes_and_values(model)[0], infer_with_runtime(model, inputs).types
+            known_shapes = {**list_declared_shapes(model), **infer_shapes_and_values(model)[0]}
+            types = infer_with_runtime(model, inputs).types
         else:
             require_weights(model)
             known_shapes, types = shapes, {}
@@ -110,6 +111,7 @@ class ProfileCosts(Pass):
         roles, more = answer or (None, [])
         if roles is not None:
             profile = replace(profile, training=roles, backward=roles.phase == Phase.BACKWARD)
+        profile = replace(profile, needs_host=any(find_host_values(state[Model])))
         profile, found = (profile, []) if self.estimate else _refuse_changed_types(profile, state[Model], state.target)
         after = state.with_facts(profile).with_notes(*notes, *found, *more)
         if self.save:

@@ -330,7 +330,8 @@ def _add_routes(strategy: Strategy, state: State) -> tuple[Strategy, State]:
     if not routes:
         has_work = any(state[Segments].programs)
         reason = "there is no room for a second copy" if has_work else "the model has no nodes to copy"
-        if any(is_refused(seconds).any() for seconds in state[Profile].seconds.values()):
+        profile = state[Profile]
+        if profile.needs_host or any(is_refused(seconds).any() for seconds in profile.seconds.values()):
             reason = "no other device takes all nodes of a copy and has room for it"
         raise InfeasibleError("P001", reason, where="replicate")
     replicate = create_pass("replicate", routes=tuple(routes))

@@ -82,6 +82,18 @@ def to_ort_value(array: Any, declared: str = "") -> Any:
     return import_onnxruntime().OrtValue.ortvalue_from_numpy(contiguous)
 
 
+def to_fed_value(array: Any, declared: str) -> Any:
+    """Return an input as an OrtValue; strings, which are UTF-8, as an array of `str`.
+
+    `session.run` takes that. An OrtValue of strings is an output of a session that is opened for it, which takes longer
+    than a small model runs.
+    """
+    if not isinstance(array, np.ndarray) or array.dtype.kind not in "OUS":
+        return to_ort_value(array, declared)
+    texts = [item.decode() if isinstance(item, bytes) else str(item) for item in array.ravel().tolist()]
+    return np.array(texts, dtype=object).reshape(array.shape)
+
+
 def to_python(value: Any) -> Any:
     """Return an OrtValue as numpy; sequences as lists of arrays, an absent optional as None."""
     if is_absent(value):

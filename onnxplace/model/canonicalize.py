@@ -142,7 +142,7 @@ def _require_text(proto: ModelProto, where: str) -> None:
 def _iterate_graph_texts(graph: GraphProto) -> Iterator[str]:
     """Yield all names in a graph except those in its nodes."""
     yield graph.name
-    for value in (*graph.input, *graph.output):
+    for value in (*graph.input, *graph.output, *graph.value_info):
         yield value.name
         yield from (dim.dim_param for dim in value.type.tensor_type.shape.dim)
     for tensor in iterate_initializers(graph):

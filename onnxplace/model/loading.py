@@ -74,6 +74,7 @@ def load(source: str | Path | ModelProto, *, may_lack_weights: bool = False) -> 
         inputs=tuple(parts.inputs),
         outputs=tuple(parts.outputs),
         sources=MappingProxyType(parts.sources),
+        value_info=tuple(proto.graph.value_info),
         folder=folder,
         digest=hashlib.sha256(data).hexdigest(),
         weights_files=MappingProxyType({file: take_fingerprint(file) for file in files}),

@@ -92,6 +92,29 @@ def infer_static_shapes(model: Model) -> dict[str, tuple[int, ...]]:
     return {name: shape for name, shape in entries.items() if is_known_shape(shape)}
 
 
+def list_declared_shapes(model: Model) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of values that the file has, at the bound sizes.
+
+    They serve where inference finds none, such as for what a loop collects. Nothing checks them: those that contradict
+    a rank or size that inference finds are left out, and so are impossibly large ones.
+    """
+
+    def read_shape(kind: TypeProto) -> tuple[int | str | None, ...] | None:
+        entries = read_shape_entries(kind)
+        return entries and tuple(model.dimensions.get(str(entry), entry) for entry in entries)
+
+    shapes = {}
+    for value in (*model.value_info, *model.outputs):
+        shape, inferred = read_shape(value.type), read_shape(model.types.get(value.name, TypeProto()))
+        # No number has more than 16 bytes.
+        if is_known_shape(shape) and math.prod(shape) <= MAX_VALUE_BYTES >> 4:
+            inferred = shape if inferred is None else inferred
+            agrees = all(size == other or not isinstance(other, int) for size, other in zip(shape, inferred))
+            if agrees and len(shape) == len(inferred):
+                shapes[value.name] = shape
+    return shapes
+
+
 def with_shape(value: ValueInfoProto, shape: Sequence[int] | None) -> ValueInfoProto:
     """Return an input or output of these sizes; as it is without a shape, or if it is no tensor."""
     result = deepcopy(value)

@@ -84,6 +84,8 @@ class Model:
     """Inputs that the user gave to profile with."""
     states: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Carried state: input name -> name of the output whose value it takes in the next call."""
+    value_info: tuple[ValueInfoProto, ...] = ()
+    """What the file says of values in between; it may be wrong."""
     removed: tuple[str, ...] = ()
     """Names of the nodes that were left out, in their order: constants, calls of functions, and what is not needed."""
     device_configurations: tuple[DeviceConfigurationProto, ...] = ()

@@ -16,7 +16,7 @@ from onnxplace.machine.ort_sessions import GuardedSession, make_session_options
 from onnxplace.machine.ort_values import (
     is_copyable_tensor,
     is_native_type,
-    to_ort_value,
+    to_fed_value,
     to_ort_value_if_possible,
     to_python,
 )
@@ -67,8 +67,8 @@ class BoundMemory(DeviceMemory):
         self._probe = open_session(model, make_session_options(()), self.address)
 
     def feed(self, array: Any, declared: str) -> Any:
-        """Return an input as an OrtValue in the host's memory."""
-        return to_ort_value(array, declared)
+        """Return an input in the host's memory."""
+        return to_fed_value(array, declared)
 
     def run(
         self,

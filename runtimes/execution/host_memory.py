@@ -17,6 +17,7 @@ from onnxplace.machine.ort_values import (
     is_copyable_tensor,
     is_native_array,
     is_native_type,
+    to_fed_value,
     to_ort_value,
     to_ort_value_if_possible,
     to_python,
@@ -116,7 +117,7 @@ class HostMemory(DeviceMemory):
         """Return an input; it shares the caller's memory during the request."""
         if is_native_type(declared) and type(array) is np.ndarray:
             return array if array.flags.c_contiguous else array.copy()
-        return to_ort_value(array, declared)
+        return to_fed_value(array, declared)
 
     def run(
         self, session: Any, inputs: dict[str, Any], outputs: Sequence[str], leaving: Collection[str], options: Any

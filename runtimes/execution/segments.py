@@ -98,6 +98,7 @@ class OpenSegment:
         self.owns_buffers = all(kind.startswith("tensor(") and kind != "tensor(string)" for kind in types)
         """Whether all inputs and outputs are tensors whose bytes ONNX Runtime owns."""
         self._maps = any("map(" in kind for kind in types)  # these exist only as Python objects
+        self._is_plain = all(is_native_type(kind) or kind == "tensor(string)" for kind in types)
         self.is_native = device.kind.is_host and all(is_native_type(kind) for kind in types)
         self._inputs, self._names = (*record.inputs, *record.streamed), list(record.outputs)
         self._leaving = leaving
@@ -141,9 +142,12 @@ class OpenSegment:
     def _run_unbound(self, inputs: Mapping[str, Any], options: Any) -> Sequence[Any]:
         """Run with sequences, maps, optionals or strings, which cannot be bound."""
         # Passing an empty optional back as an OrtValue crashes the process, so it is passed as a Python object.
-        if self._maps or any(is_absent(value) for value in inputs.values()):
-            arrays = {name: to_python(value) for name, value in inputs.items()}
-            return list(self.session.run(self._names, arrays, options))
+        needs_arrays = self._maps or any(is_absent(value) for value in inputs.values())
+        if needs_arrays or self._is_plain:  # with strings, arrays are the cheapest call
+            # Bytes that are no text are in OrtValues only.
+            with suppress(*(() if needs_arrays else (UnicodeDecodeError,))):
+                arrays = {name: to_python(value) for name, value in inputs.items()}
+                return list(self.session.run(self._names, arrays, options))
         feeds = {name: to_ort_value_if_possible(value) for name, value in inputs.items()}
         return list(self.session.run_with_ort_values(self._names, feeds, options))
 

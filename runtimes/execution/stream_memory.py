@@ -28,6 +28,7 @@ from onnxplace.feeds.feeds import numpy_type
 from onnxplace.machine.ort_values import (
     is_copyable_tensor,
     is_native_array,
+    to_fed_value,
     to_ort_value,
     to_ort_value_if_possible,
     to_python,
@@ -118,7 +119,7 @@ class StreamMemory(DeviceMemory):
 
     def feed(self, array: Any, declared: str) -> Any:
         """Return an input; the first run that reads it on the device copies it there."""
-        return StreamValue(to_ort_value(array, declared))
+        return StreamValue(to_fed_value(array, declared))
 
     def run(
         self, session: Any, inputs: dict[str, Any], outputs: Sequence[str], leaving: Collection[str], options: Any

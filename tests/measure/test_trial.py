@@ -525,10 +525,11 @@ def test_costs_above_what_one_device_takes_in_a_trial_are_unsure_and_forgotten(m
 
 
 def test_two_equal_devices_are_at_most_twice_as_fast_as_one():
-    profile = SimpleNamespace(seconds={"a": np.array([1.0, 3.0]), "b": np.array([2.0, np.inf])})
+    seconds = {"a": np.array([1.0, 3.0]), "b": np.array([2.0, np.inf])}
+    profile = SimpleNamespace(seconds=seconds, unsharded_seconds={}, needs_host=False)
 
     def target(*names):
-        devices = [SimpleNamespace(cost_class=name) for name in names]
+        devices = [SimpleNamespace(cost_class=name, kind="cpu") for name in names]
         return SimpleNamespace(devices=devices, processors=np.eye(len(devices), dtype=bool))
 
     assert bound_speedup(profile, target("a", "a")) == pytest.approx(2.0)

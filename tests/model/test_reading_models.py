@@ -182,9 +182,10 @@ def test_a_constant_with_an_empty_output_is_dropped(run_cli, tmp_path, fast_pipe
     assert result.code == (0 if output == "" else 2), result.err
 
 
-@pytest.mark.parametrize("old", [b"left_one", b"Relu", b"number_n", b"w_1"])
+@pytest.mark.parametrize("old", [b"left_one", b"Relu", b"number_n", b"w_1", b"rows_of_z"])
 def test_names_that_are_not_text_are_refused(require_refusal, tmp_path, old):
-    model = parse_graph("(float[number_n] x) => (float[number_n] y) { [left_one] z = Relu(x) y = Add(z, w_1) }")
+    graph = "<float[rows_of_z] z> { [left_one] z = Relu(x) y = Add(z, w_1) }"
+    model = parse_graph(f"(float[number_n] x) => (float[number_n] y) {graph}")
     model.graph.initializer.append(numpy_helper.from_array(X[:1], "w_1"))
     (tmp_path / "m.onnx").write_bytes(model.SerializeToString().replace(old, old[:-1] + b"\xff"))
     require_refusal(tmp_path / "m.onnx", "M002", "not text")

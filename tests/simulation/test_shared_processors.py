@@ -231,7 +231,8 @@ def test_no_step_is_shorter_than_the_bound_of_its_pins(seed, nodes, devices, ali
 
 
 def test_devices_on_the_same_processors_are_no_faster_together():
-    profile = SimpleNamespace(seconds={"cpu/1": np.array([4.0, 4.0]), "cpu/2": np.array([3.0, 1.0])})
+    seconds = {"cpu/1": np.array([4.0, 4.0]), "cpu/2": np.array([3.0, 1.0])}
+    profile = SimpleNamespace(seconds=seconds, unsharded_seconds={}, needs_host=False)
 
     def speedup(*devices: tuple[str, int, str]) -> float:
         listed = tuple(Device(name, 1, cores, processors=tuple(own.split())) for name, cores, own in devices)

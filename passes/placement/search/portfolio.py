@@ -82,15 +82,13 @@ class SimulatedPlan:
 def published_plans(problem: PlacementProblem) -> list[PlacerPlan]:
     """Return the fitting plans of single devices, m-TOPO, m-ETF and m-SCT.
 
-    What a device refuses is on the fastest device that takes it.
+    What a device refuses is on the fastest device that takes it, and pinned nodes stay: those are plans of a device
+    that comes first.
     """
-    graph, devices = problem.graph, problem.target.devices
-    refusing = np.flatnonzero(problem.refused.any(axis=1))
-    names = [f"{device.id} first" if index in refusing else device.id for index, device in enumerate(devices)]
-    plans = [
-        PlacerPlan(names[index], place_on_one_device(problem, index), graph.order)
-        for index in list_distinct_devices(problem)
-    ]
+    graph, plans = problem.graph, list[PlacerPlan]()
+    for index in list_distinct_devices(problem):
+        device, name = place_on_one_device(problem, index), problem.target.devices[index].id
+        plans.append(PlacerPlan(f"{name} first" if (device != index).any() else name, device, graph.order))
 
     def plan_by_list(favourite: Ints | None) -> tuple[Ints, Ints]:
         device, start = find_best_plan(problem, favourite)

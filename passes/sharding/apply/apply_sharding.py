@@ -32,7 +32,7 @@ from onnxplace.passes.sharding.space.known_shapes import fix_sizes, report_fixed
 from onnxplace.passes.sharding.space.sharding_costs import ExchangeCosts, WorkCosts, peak_rates
 from onnxplace.passes.sharding.space.strategy_space import StrategySpace, build_space, restrict_space
 from onnxplace.passes.sharding.space.tensor_facts import TensorFacts
-from onnxplace.problem import device_seconds, fits_single_device, placement_problem
+from onnxplace.problem import device_seconds, fits_single_device, placement_problem, sum_node_seconds
 from onnxplace.state import State
 from onnxplace.target.target import Target
 
@@ -116,7 +116,7 @@ def shard_state(state: State, options: ShardingOptions) -> State:
             note = _report_nothing_split(candidates, bool(is_refused(seconds).any()))
             return _leave_whole(state).with_notes(note)
         best = min(useful, key=lambda candidate: candidate.step_seconds)
-        alone = float(seconds.sum(axis=1).min())
+        alone = float(sum_node_seconds(state[Profile], state.target).min())
         if options.may_leave_whole and fits_alone and best.step_seconds > CLEAR_GAIN * alone:
             return _leave_whole(state).with_notes(_report_no_gain(alone, best))
         written = _write(state, best, options)
