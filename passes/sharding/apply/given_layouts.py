@@ -68,7 +68,10 @@ def restrict_layouts(space: StrategySpace, given: Mapping[str, ShardedNode], whe
         shapes = [space.facts.shapes.get(name, ()) for name in (*model.operands[index], *model.nodes[index].output)]
         for spec in specs:
             places = [place for place, name in slots if name == spec.tensor_name]
-            layout = read_layout(spec, shapes[places[0]] if places else (), space.division, devices)
+            values = dict.fromkeys(filter(None, (*node.input, *node.output)))
+            layout: Layout | str = f"its values are {format_names(values)}"
+            if places:
+                layout = read_layout(spec, shapes[places[0]], space.division, devices)
             held = [(item, {item.layouts[place] for place in places}) for item in strategies[index]]
             agreeing = [item for item, layouts in held if layout in layouts]
             if not agreeing and isinstance(layout, Layout) and max(places, default=0) < 0:
