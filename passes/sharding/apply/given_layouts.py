@@ -19,7 +19,7 @@ from onnxplace.errors import TargetError, UsageError, format_count, format_names
 from onnxplace.model.device_metadata import ShardedNode
 from onnxplace.model.node_metadata import suggest_nodes
 from onnxplace.passes.sharding.apply.sharding_specs import read_layout
-from onnxplace.passes.sharding.rules.layouts import PARTIAL, Layout
+from onnxplace.passes.sharding.rules.layouts import PARTIAL, REPLICATED, Layout
 from onnxplace.passes.sharding.space.strategy_space import StrategySpace
 
 
@@ -66,6 +66,8 @@ def restrict_layouts(space: StrategySpace, given: Mapping[str, ShardedNode], whe
         # By position, since optimisations rename values; from the end for results, before which captured values are.
         slots = [*enumerate(node.input), *enumerate(node.output, -len(node.output))]
         shapes = [space.facts.shapes.get(name, ()) for name in (*model.operands[index], *model.nodes[index].output)]
+        if len(devices) < space.division.count:
+            strategies[index] = [item for item in strategies[index] if {*item.layouts} <= {REPLICATED, None}]
         for spec in specs:
             places = [place for place, name in slots if name == spec.tensor_name]
             values = dict.fromkeys(filter(None, (*node.input, *node.output)))

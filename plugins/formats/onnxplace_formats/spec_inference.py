@@ -94,7 +94,7 @@ def infer_specs(
     _require_free(output, list(copies), [model, *filter(os.path.isfile, weights)], force=force)
     target = target or parse_machine(f"{ways}x{DEFAULT_DEVICE}").to_target()
     state, choice = choose_layouts(model, given, target, shape or {})
-    entries = _Entries(proto, choice, ways)
+    entries = _Entries(proto, given, choice, ways)
     for node in proto.graph.node:
         entries.complete(node)
     for copy, tensor in copies.items():
@@ -164,12 +164,15 @@ def choose_layouts(
 class _Entries:
     """Completes the configurations of nodes, and counts those that had none."""
 
-    def __init__(self, proto: ModelProto, choice: GroupChoice | None, ways: int) -> None:
+    def __init__(
+        self, proto: ModelProto, given: Mapping[str, ShardedNode], choice: GroupChoice | None, ways: int
+    ) -> None:
         self._nodes, self._configurations = proto.graph.node, proto.configuration
         self._functions = {(item.domain, item.name) for item in proto.functions}
         self._choice, self._division = choice, choice.space.division if choice else Division((1.0,) * ways)
         model = choice.space.facts.model if choice else None
         # Unnamed nodes get names when a model is read, so values identify them.
+        self._devices = {name: item.devices for item in given.values() for name in item.node.output}
         nodes = enumerate(model.nodes if model else ())
         self._numbers = {name: index for index, node in nodes for name in filter(None, node.output)}
         self.completed = 0
@@ -220,9 +223,10 @@ class _Entries:
             layouts = (*strategy.inputs[: len(node.input)], *strategy.outputs)
             own = facts.model.nodes[number]
             shapes = [facts.shapes.get(name, ()) for name in (*own.input, *own.output)]
-        values = dict(zip(names, zip(layouts, shapes)))
-        for name, (layout, shape) in values.items():
-            if name and layout is not None and (spec := specify(name, layout, shape, self._division)) is not None:
+        # What is on some of the devices alone, is there as a whole.
+        devices = next((self._devices[name] for name in node.output if name in self._devices), ())
+        for name, (layout, shape) in dict(zip(names, zip(layouts, shapes))).items():
+            if (spec := specify(name, layout, shape, self._division, devices)) is not None:
                 yield spec
 
 

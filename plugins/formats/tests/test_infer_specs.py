@@ -199,6 +199,18 @@ def test_an_entry_of_a_misspelt_configuration_is_completed_itself(tmp_path):
     assert read_layouts(completed.graph.node[0], SHAPES) == {"x": REPLICATED, "w": COLUMNS, "h": COLUMNS}
 
 
+@pytest.mark.parametrize("group", [[1], [0, 2]])
+def test_all_values_of_a_node_on_some_of_the_devices_are_there(group, tmp_path):
+    """Once, the others were on all devices, so that the result was refused as a map, and by this command."""
+    model = annotate_nodes(parser.parse_model(TANH), {"up": {"x": None, "w": None, "h": None}, "act": {"a": None}}, 3)
+    model.graph.node[1].device_configurations[0].sharding_spec[0].index_to_device_group_map[0].value[:] = group
+    completed = infer(model, tmp_path, shape={"N": 64})
+    placed = read_device_metadata(tmp_path / "all.onnx")
+    assert [*placed.sharded["act"].devices] == group
+    assert {*list_specs(completed.graph.node[1])} == {"h", "a"}
+    assert infer(completed, tmp_path, shape={"N": 64}) == completed
+
+
 def test_what_does_not_count_is_noted(tmp_path):
     model = parser.parse_model("""
     <ir_version: 11, opset_import: ["": 18, "f": 1]>

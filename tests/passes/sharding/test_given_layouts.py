@@ -96,8 +96,9 @@ def test_axes_may_be_counted_from_the_end(space: StrategySpace, tmp_path: Path) 
     assert list_layouts(restrict(space, tmp_path, {"act": {"h": -1}}), 1) == {(split(2), split(2))}
 
 
-def test_a_node_on_one_device_is_computed_whole(space: StrategySpace, tmp_path: Path) -> None:
-    model = annotate_nodes(MODEL, {"up": {"x": None, "w": None, "h": None}, "down": {"a": 2}})
+@pytest.mark.parametrize("values", ["xwh", "x", "h"])
+def test_a_node_on_one_device_is_computed_whole(space: StrategySpace, values: str, tmp_path: Path) -> None:
+    model = annotate_nodes(MODEL, {"up": dict.fromkeys(values), "down": {"a": 2}})
     for spec in model.graph.node[0].device_configurations[0].sharding_spec:
         spec.device[:] = [1]
         del spec.index_to_device_group_map[:]
