@@ -40,7 +40,8 @@ def find_shares(given: Mapping[str, ShardedNode], shares: Sequence[float], where
     """
     if len(shares) != (ways := max((len(item.devices) for item in given.values()), default=len(shares))):
         message = f"its layouts are for {format_count(ways, 'device')}, and {len(shares)} would share operators"
-        raise TargetError("T005", message, where=where, hint=f"name as many in --devices, or --shard {ways}")
+        hint = f"name as many in --devices, or --shard {ways}" if ways > 1 else "take it as --device-map"
+        raise TargetError("T005", message, where=where, hint=hint)
     cut = [(item.devices, spec.device) for item in given.values() for spec in item.specs if spec.sharded_dim]
     # Parts that have copies are equal, and those that overlap are about as large as others: they say nothing.
     own = [[[*owner].count(number) for number in devices] for devices, owner in cut if {*owner} == {*devices}]

@@ -128,6 +128,8 @@ def _count_devices(given: Mapping[str, ShardedNode], proto: ModelProto, where: s
             f"operators are on {format_count(ways, 'device')} at most, and configuration {first.name!r} has {count}"
         )
         hint = "stages are not inferred: give a model of one stage, and all of its devices to an operator"
+        if ways == 1:
+            hint = "let a node share its work: the specification of a tensor names several devices"
         raise InputError("U023", message, where=where, hint=hint)
     return ways
 

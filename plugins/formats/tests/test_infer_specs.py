@@ -228,6 +228,15 @@ def test_what_does_not_count_is_noted(tmp_path):
     assert text in [note.message for note in result.diagnostics]
 
 
+def test_a_model_of_which_no_operator_is_shared_is_refused(tmp_path):
+    model = annotate_nodes(parser.parse_model(TANH), {"up": {"h": None}}, 1)
+    model.configuration[0].num_devices = 2
+    onnx.save(model, tmp_path / "few.onnx")
+    with pytest.raises(InputError, match="on 1 device at most, and configuration 'mine' has 2") as caught:
+        infer_specs(tmp_path / "few.onnx", tmp_path / "all.onnx", shape={"N": 8192})
+    assert "names several devices" in (caught.value.hint or "")
+
+
 def test_a_model_without_a_configuration_is_refused(tmp_path):
     model = annotate_nodes(parser.parse_model(TANH), {"up": {"w": 1}})
     del model.configuration[:]

@@ -150,6 +150,12 @@ def test_another_number_of_devices_is_refused_with_both(space: StrategySpace, tm
     assert problem.hint == "name as many in --devices, or --shard 3"
 
 
+def test_a_map_of_single_devices_is_for_another_option(space: StrategySpace, tmp_path: Path) -> None:
+    problem = fail(space, tmp_path, {"act": {"h": None}}, devices=1)
+    assert problem.message == "its layouts are for 1 device, and 2 would share operators"
+    assert problem.hint == "take it as --device-map"
+
+
 def test_nodes_that_the_model_lacks_are_named(space: StrategySpace) -> None:
     given = {"other": ShardedNode(MODEL.graph.node[0], [], (0, 1))}
     with pytest.raises(InputError, match="got 'other'") as caught:
