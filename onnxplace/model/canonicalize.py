@@ -130,6 +130,7 @@ def _require_text(proto: ModelProto, where: str) -> None:
         (text for node in walk_nodes(nodes) for text in (*node.input, *node.output)),
         (attribute.name for node in walk_nodes(nodes) for attribute in node.attribute),
         (text for item in proto.functions for text in (item.name, item.domain, *item.input, *item.output)),
+        (text for item in proto.configuration for text in (item.name, *item.device)),
     ):
         if not isinstance(text, str):
             hint = "the file is damaged; copy or export it again"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from onnx import NodeDeviceConfigurationProto, NodeProto, ShardingSpecProto
+from onnx import DeviceConfigurationProto, NodeDeviceConfigurationProto, NodeProto, ShardingSpecProto
 
 from onnxplace.errors import InputError, format_value
 from onnxplace.model.canonicalize import canonicalize
@@ -62,6 +62,7 @@ def read_device_metadata(path: Path) -> DeviceMetadata:
     """Return the devices that the nodes of a model file name, under the names that `load` gives to nodes.
 
     Where a node has several configurations, that of the model's first one counts. The model's weights are not needed.
+    What nodes within subgraphs and calls of functions name does not count.
 
     Raises:
         ModelError: The file is not a model.
@@ -70,11 +71,11 @@ def read_device_metadata(path: Path) -> DeviceMetadata:
     proto = parse_model(read_model_file(path), path)
     nodes = canonicalize(proto, path.name, path.parent).nodes
     configuration = proto.configuration[0] if proto.configuration else None
-    count = max((max(item.num_devices, len(item.device)) for item in proto.configuration), default=1 << 31)
+    count = max((max(item.num_devices, len(item.device)) for item in proto.configuration[:1]), default=1 << 31)
     by_position, by_stage = dict[str, int](), dict[str, int]()
     by_id, split, sharded = dict[str, str](), list[str](), dict[str, ShardedNode]()
     for node in nodes:
-        entry = _find_entry(node, configuration.name if configuration else "")
+        entry = find_entry(node, proto.configuration)
         positions = list_positions(entry) if entry is not None else {}
         if beyond := [position for position in positions if not 0 <= position < count]:
             message = f"tensor {positions[beyond[0]]!r} is on {beyond[0]}, expected devices from 0 to {count - 1}"
@@ -97,7 +98,8 @@ def read_device_metadata(path: Path) -> DeviceMetadata:
     if by_id or by_position or by_stage or split:
         pieces = {}
     elif not pieces:
-        hint = "`onnxplace export BUNDLE --to onnx-metadata` writes such a model"
+        hint = "`onnxplace export BUNDLE --to onnx-metadata` writes such a model; subgraphs, calls of functions and "
+        hint += "further configurations do not count"
         message = "not a device map: no node of this model names a device"
         raise InputError("U023", message, where=format_path(path), hint=hint)
     devices = tuple(configuration.device) if configuration else ()
@@ -118,11 +120,16 @@ def read_split_assignments(text: str, path: Path) -> dict[str, int]:
     return {module: int(number) for module, _, number in rows}
 
 
-def _find_entry(node: NodeProto, configuration: str) -> NodeDeviceConfigurationProto | None:
-    """Return what a node says about a configuration; the first entry if it says nothing about that one."""
-    entries = list(node.device_configurations)
-    matching = [entry for entry in entries if entry.configuration_id == configuration]
-    return next(iter(matching or entries), None)
+def find_entry(
+    node: NodeProto, configurations: Sequence[DeviceConfigurationProto]
+) -> NodeDeviceConfigurationProto | None:
+    """Return what a node says about the first configuration of its model, or else about none that the model has.
+
+    What it says about another one does not count, since that one has other devices at the same positions.
+    """
+    names = [item.name for item in configurations]
+    entries = [entry for entry in node.device_configurations if entry.configuration_id not in names[1:]]
+    return min(entries, key=lambda entry: entry.configuration_id not in names, default=None)
 
 
 def list_positions(entry: NodeDeviceConfigurationProto) -> dict[int, str]:
@@ -139,7 +146,9 @@ def list_positions(entry: NodeDeviceConfigurationProto) -> dict[int, str]:
     positions: dict[int, str] = {}
     for spec in entry.sharding_spec:
         is_split = any(part.num_shards > 1 for item in spec.sharded_dim for part in item.simple_sharding)
-        for group in list_groups(spec) or ([(0, 1)] if is_split else []):
+        # Many shards may be on the same large group.
+        groups = dict(zip(spec.device, list_groups(spec))).values()
+        for group in groups or ([(0, 1)] if is_split else []):
             for device in group:
                 positions.setdefault(device, spec.tensor_name)
     return positions
@@ -148,8 +157,10 @@ def list_positions(entry: NodeDeviceConfigurationProto) -> dict[int, str]:
 def list_groups(spec: ShardingSpecProto) -> list[tuple[int, ...]]:
     """Return the devices of each shard of a tensor; copies of it are on the devices of a group.
 
+    The number of an empty group stands for itself, as that of a group that is not in the map.
+
     >>> list_groups(ShardingSpecProto(device=[-1, 2], index_to_device_group_map=[{"key": -1, "value": [0, 1]}]))
     [(0, 1), (2,)]
     """
     groups = {entry.key: tuple(dict.fromkeys(entry.value)) for entry in spec.index_to_device_group_map}
-    return [groups.get(number, (number,)) for number in spec.device]
+    return [groups.get(number) or (number,) for number in spec.device]

@@ -19,7 +19,7 @@ from onnxplace.errors import TargetError, UsageError, format_count, format_names
 from onnxplace.model.device_metadata import ShardedNode
 from onnxplace.model.node_metadata import suggest_nodes
 from onnxplace.passes.sharding.apply.sharding_specs import read_layout
-from onnxplace.passes.sharding.rules.layouts import PARTIAL, Layout
+from onnxplace.passes.sharding.rules.layouts import PARTIAL, REPLICATED, Layout
 from onnxplace.passes.sharding.space.strategy_space import StrategySpace
 
 
@@ -40,7 +40,8 @@ def find_shares(given: Mapping[str, ShardedNode], shares: Sequence[float], where
     """
     if len(shares) != (ways := max((len(item.devices) for item in given.values()), default=len(shares))):
         message = f"its layouts are for {format_count(ways, 'device')}, and {len(shares)} would share operators"
-        raise TargetError("T005", message, where=where, hint=f"name as many in --devices, or --shard {ways}")
+        hint = f"name as many in --devices, or --shard {ways}" if ways > 1 else "take it as --device-map"
+        raise TargetError("T005", message, where=where, hint=hint)
     cut = [(item.devices, spec.device) for item in given.values() for spec in item.specs if spec.sharded_dim]
     # Parts that have copies are equal, and those that overlap are about as large as others: they say nothing.
     own = [[[*owner].count(number) for number in devices] for devices, owner in cut if {*owner} == {*devices}]
@@ -66,9 +67,14 @@ def restrict_layouts(space: StrategySpace, given: Mapping[str, ShardedNode], whe
         # By position, since optimisations rename values; from the end for results, before which captured values are.
         slots = [*enumerate(node.input), *enumerate(node.output, -len(node.output))]
         shapes = [space.facts.shapes.get(name, ()) for name in (*model.operands[index], *model.nodes[index].output)]
+        if len(devices) < space.division.count:
+            strategies[index] = [item for item in strategies[index] if {*item.layouts} <= {REPLICATED, None}]
         for spec in specs:
             places = [place for place, name in slots if name == spec.tensor_name]
-            layout = read_layout(spec, shapes[places[0]] if places else (), space.division, devices)
+            values = dict.fromkeys(filter(None, (*node.input, *node.output)))
+            layout: Layout | str = f"its values are {format_names(values)}"
+            if places:
+                layout = read_layout(spec, shapes[places[0]], space.division, devices)
             held = [(item, {item.layouts[place] for place in places}) for item in strategies[index]]
             agreeing = [item for item, layouts in held if layout in layouts]
             if not agreeing and isinstance(layout, Layout) and max(places, default=0) < 0:

@@ -28,11 +28,14 @@ from itertools import chain, pairwise
 
 from onnx import ShardingSpecProto
 
+from onnxplace.errors import format_count
 from onnxplace.model.device_metadata import list_groups
 from onnxplace.passes.sharding.rules.layouts import PARTIAL, REPLICATED, Division, Layout
 
 MAX_SHARDS = 1 << 16
 """A specification has a number for each shard, of 2 bytes, or of 11 for a group."""
+MAX_FACTORS = 64
+"""An axis has no more factors above 1."""
 
 
 def specify(
@@ -89,7 +92,7 @@ def read_layout(
     numbers = tuple(devices or range(division.count))
     groups = list_groups(spec) or [(number,) for number in numbers]
     owned = [[shard for shard, group in enumerate(groups) if number in group] for number in numbers]
-    if not all(groups) or set(chain(*groups)) != set(numbers):
+    if set(chain(*groups)) != set(numbers):
         return f"it is on devices {sorted(set(chain(*groups)))}, expected {list(numbers)}"
     # A layout splits one factor of one axis.
     split = [(item, part) for item in spec.sharded_dim for part in item.simple_sharding if part.num_shards != 1]
@@ -100,8 +103,10 @@ def read_layout(
         return f"{counts} shards are on {shards} devices or groups, expected shards of one axis with one each"
     axis, factors = dimension.axis, [part.dim_value for part in dimension.simple_sharding]
     size = shape[axis] if -len(shape) <= axis < len(shape) else 0
+    if size < 1 or len(factors) > MAX_FACTORS:
+        return f"shape {list(shape)} has no rows along axis {axis} in {format_count(len(factors), 'factor')}"
     known = math.prod(filter(None, factors))
-    if size < 1 or factors.count(0) > 1 or size % known or (0 not in factors and known != size):
+    if factors.count(0) > 1 or size % known or (0 not in factors and known != size):
         return f"axis {axis} has {' times '.join(str(factor or '?') for factor in factors)} rows, and not {size}"
     # The axis is seen as [outer, inner], and the second of them is split.
     place = [part.num_shards for part in dimension.simple_sharding].index(shards)

@@ -19,6 +19,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 from onnx import ModelProto, NodeProto, ShardingSpecProto, TensorProto
@@ -26,10 +27,10 @@ from onnx import ModelProto, NodeProto, ShardingSpecProto, TensorProto
 from onnxplace.bundle.manifest import ShardedKindRecord
 from onnxplace.errors import Diagnostic, InfeasibleError, InputError, UsageError, format_count
 from onnxplace.facts import Shards
-from onnxplace.model.device_metadata import ShardedNode, read_device_metadata
+from onnxplace.model.device_metadata import ShardedNode, find_entry, read_device_metadata
 from onnxplace.model.loading import load, parse_model, read_model_file
 from onnxplace.model.lowering import bind
-from onnxplace.model.nested_graphs import iterate_initializers, iterate_tensors
+from onnxplace.model.nested_graphs import iterate_initializers, iterate_tensors, walk_graphs
 from onnxplace.model.tensors import find_external_file
 from onnxplace.passes.sharding.apply.apply_sharding import ShardingOptions, shard_state
 from onnxplace.passes.sharding.apply.group_choice import GroupChoice
@@ -40,7 +41,7 @@ from onnxplace.problem import fits_single_device
 from onnxplace.state import State
 from onnxplace.target.machines import parse_machine
 from onnxplace.target.target import Target
-from onnxplace.utils.files import format_path, require_writable, write_file
+from onnxplace.utils.files import cannot_write_error, format_path, require_writable, write_file
 
 DEFAULT_DEVICE = "H100-SXM"
 """The devices that times are estimated for, in the catalogue's default fabric."""
@@ -85,17 +86,21 @@ def infer_specs(
     where = format_path(model)
     given, proto = read_device_metadata(model).sharded, parse_model(read_model_file(model), model)
     ways = _count_devices(given, proto, where)
-    files = [] if _is_same_folder(model, output) else list_weight_files(proto, model.parent)
-    _require_free([output, *(output.parent / location for location in files)], model, force=force)
+    files = list_weight_files(proto)
+    copies = {} if _is_same_folder(model, output) else {output.parent / name: files[name] for name in files}
+    for tensor in copies.values():
+        find_external_file(tensor, model.parent)
+    weights = (model.parent / location for location in files)
+    _require_free(output, list(copies), [model, *filter(os.path.isfile, weights)], force=force)
     target = target or parse_machine(f"{ways}x{DEFAULT_DEVICE}").to_target()
     state, choice = choose_layouts(model, given, target, shape or {})
-    entries = _Entries(proto, choice, ways)
+    entries = _Entries(proto, given, choice, ways)
     for node in proto.graph.node:
         entries.complete(node)
-    for location in files:
-        (output.parent / location).parent.mkdir(parents=True, exist_ok=True)
-        with (model.parent / location).open("rb") as source:
-            write_file(output.parent / location, partial(shutil.copyfileobj, source))
+    for copy, tensor in copies.items():
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        with find_external_file(tensor, model.parent).open("rb") as source:
+            write_file(copy, partial(shutil.copyfileobj, source))
     write_file(output, lambda stream: stream.write(proto.SerializeToString()))
     return InferredSpecs(
         output=str(output),
@@ -104,7 +109,7 @@ def infer_specs(
         completed=entries.completed,
         step_seconds=state[Shards].seconds,
         kinds=state[Shards].kinds,
-        diagnostics=(*state.diagnostics, *entries.note_bare(where)),
+        diagnostics=(*state.diagnostics, *entries.note_ignored(where), *entries.note_bare(where)),
     )
 
 
@@ -113,19 +118,28 @@ def _count_devices(given: Mapping[str, ShardedNode], proto: ModelProto, where: s
     if not given:
         hint = "give a few of its nodes some, such as its products; docs/sharding.md shows how"
         raise InputError("U023", "no node of this model has a sharding specification", where=where, hint=hint)
+    if not proto.configuration:
+        hint = "ModelProto.configuration says how many devices there are; docs/sharding.md shows how to add it"
+        raise InputError("U023", "the model has no device configuration", where=where, hint=hint)
     ways = max(len(item.devices) for item in given.values())
-    count = next((item.num_devices for item in proto.configuration), 0)
-    if ways != count:
-        message = f"operators are shared by {ways} devices, and the configuration of the model has {count}"
+    first = proto.configuration[0]
+    if ways != (count := max(first.num_devices, len(first.device))):
+        message = (
+            f"operators are on {format_count(ways, 'device')} at most, and configuration {first.name!r} has {count}"
+        )
         hint = "stages are not inferred: give a model of one stage, and all of its devices to an operator"
+        if ways == 1:
+            hint = "let a node share its work: the specification of a tensor names several devices"
         raise InputError("U023", message, where=where, hint=hint)
     return ways
 
 
-def _require_free(files: Sequence[Path], model: Path, *, force: bool) -> None:
-    """Raise UsageError unless files can be written, and exist only if they may be replaced."""
-    require_writable(files[0], model)
-    for file in files:
+def _require_free(output: Path, copies: Sequence[Path], sources: Sequence[Path], *, force: bool) -> None:
+    """Raise UsageError unless files can be written, none overwrites another, and they may be replaced if they exist."""
+    require_writable(output, *sources)
+    if output.resolve() in [copy.resolve() for copy in copies]:
+        raise cannot_write_error("the weights of the model are copied to a file of this name", output)
+    for file in (output, *copies):
         if not force and os.path.lexists(file):
             hint = "choose another -o, or replace it with --force"
             raise UsageError("U030", "it already exists", where=format_path(file), hint=hint)
@@ -152,15 +166,26 @@ def choose_layouts(
 class _Entries:
     """Completes the configurations of nodes, and counts those that had none."""
 
-    def __init__(self, proto: ModelProto, choice: GroupChoice | None, ways: int) -> None:
-        self._nodes, self._name = proto.graph.node, proto.configuration[0].name
+    def __init__(
+        self, proto: ModelProto, given: Mapping[str, ShardedNode], choice: GroupChoice | None, ways: int
+    ) -> None:
+        self._nodes, self._configurations = proto.graph.node, proto.configuration
         self._functions = {(item.domain, item.name) for item in proto.functions}
         self._choice, self._division = choice, choice.space.division if choice else Division((1.0,) * ways)
         model = choice.space.facts.model if choice else None
         # Unnamed nodes get names when a model is read, so values identify them.
+        self._devices = {name: item.devices for item in given.values() for name in item.node.output}
         nodes = enumerate(model.nodes if model else ())
         self._numbers = {name: index for index, node in nodes for name in filter(None, node.output)}
         self.completed = 0
+
+    def note_ignored(self, where: str) -> Iterator[Diagnostic]:
+        """Yield a note on nodes whose specifications do not count."""
+        nested = (node for graph in walk_graphs(self._nodes) for node in graph.node)
+        nodes = [*nested, *filter(self._is_call, self._nodes)]
+        if ignored := [node.name or node.op_type for node in nodes if node.device_configurations]:
+            message = f"those of {format_count(len(ignored), 'node')} in subgraphs, or calls of functions, do not count"
+            yield Diagnostic("U025", f"{message}, such as of {ignored[0]!r}", where=where)
 
     def note_bare(self, where: str) -> Iterator[Diagnostic]:
         """Yield notes on nodes without specifications."""
@@ -180,12 +205,11 @@ class _Entries:
 
     def complete(self, node: NodeProto) -> None:
         """Add the specifications that a node lacks."""
-        entries = node.device_configurations
-        entry = next((item for item in entries if item.configuration_id == self._name), None)
+        entry = find_entry(node, self._configurations)
         known = {spec.tensor_name for spec in entry.sharding_spec} if entry else set[str]()
         specs = [] if self._is_call(node) else [item for item in self._specify(node) if item.tensor_name not in known]
         if specs:
-            entry = entry or entries.add(configuration_id=self._name)
+            entry = entry or node.device_configurations.add(configuration_id=self._configurations[0].name)
             entry.sharding_spec.extend(specs)
             self.completed += not known
 
@@ -201,21 +225,20 @@ class _Entries:
             layouts = (*strategy.inputs[: len(node.input)], *strategy.outputs)
             own = facts.model.nodes[number]
             shapes = [facts.shapes.get(name, ()) for name in (*own.input, *own.output)]
-        values = dict(zip(names, zip(layouts, shapes)))
-        for name, (layout, shape) in values.items():
-            if name and layout is not None and (spec := specify(name, layout, shape, self._division)) is not None:
+        # What is on some of the devices alone, is there as a whole.
+        devices = next((self._devices[name] for name in node.output if name in self._devices), ())
+        for name, (layout, shape) in dict(zip(names, zip(layouts, shapes))).items():
+            if (spec := specify(name, layout, shape, self._division, devices)) is not None:
                 yield spec
 
 
-def list_weight_files(proto: ModelProto, folder: Path) -> list[str]:
-    """Return the files of a model's weights, as it names them; raises ModelError if one is not in its folder."""
+def list_weight_files(proto: ModelProto) -> dict[str, TensorProto]:
+    """Return the files of a model's weights, as it names them, each with one of its tensors."""
     nodes = [*proto.graph.node, *(node for function in proto.functions for node in function.node)]
     tensors = [*iterate_initializers(proto.graph), *(tensor for node in nodes for tensor in iterate_tensors(node))]
     external = [tensor for tensor in tensors if tensor.data_location == TensorProto.EXTERNAL]
-    for tensor in external:
-        find_external_file(tensor, folder)
-    entries = (entry for tensor in external for entry in tensor.external_data)
-    return sorted({entry.value for entry in entries if entry.key == "location"})
+    locations = [{entry.key: entry.value for entry in tensor.external_data}.get("location", "") for tensor in external]
+    return dict(sorted(zip(locations, external), key=itemgetter(0)))
 
 
 def _is_same_folder(first: Path, second: Path) -> bool:

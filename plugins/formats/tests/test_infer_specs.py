@@ -191,6 +191,61 @@ def test_constants_and_unnamed_nodes_get_layouts_and_calls_of_functions_a_note(t
     assert read_layouts(last, shapes)["t"] == REPLICATED
 
 
+def test_an_entry_of_a_misspelt_configuration_is_completed_itself(tmp_path):
+    """Once, the node got a second entry, with layouts of its own."""
+    given = annotate_nodes(parser.parse_model(TANH), {"up": {"w": 1}})
+    given.graph.node[0].device_configurations[0].configuration_id = "mien"
+    completed = infer(given, tmp_path, shape={"N": 8192})
+    assert read_layouts(completed.graph.node[0], SHAPES) == {"x": REPLICATED, "w": COLUMNS, "h": COLUMNS}
+
+
+@pytest.mark.parametrize("group", [[1], [0, 2]])
+def test_all_values_of_a_node_on_some_of_the_devices_are_there(group, tmp_path):
+    """Once, the others were on all devices, so that the result was refused as a map, and by this command."""
+    model = annotate_nodes(parser.parse_model(TANH), {"up": {"x": None, "w": None, "h": None}, "act": {"a": None}}, 3)
+    model.graph.node[1].device_configurations[0].sharding_spec[0].index_to_device_group_map[0].value[:] = group
+    completed = infer(model, tmp_path, shape={"N": 64})
+    placed = read_device_metadata(tmp_path / "all.onnx")
+    assert [*placed.sharded["act"].devices] == group
+    assert {*list_specs(completed.graph.node[1])} == {"h", "a"}
+    assert infer(completed, tmp_path, shape={"N": 64}) == completed
+
+
+def test_what_does_not_count_is_noted(tmp_path):
+    model = parser.parse_model("""
+    <ir_version: 11, opset_import: ["": 18, "f": 1]>
+    g (float[4, 8] x, float[8, 16] w, bool c) => (y)
+    { [up] h = MatMul(x, w) [call] b = f.act(h)
+      y = If(c) <then_branch = t () => (p) { [inner] p = Tanh(b) }, else_branch = e () => (q) { q = Relu(b) }> }
+    <domain: "f", opset_import: ["": 18]> act (v) => (r) { r = Tanh(v) }
+    """)
+    model = annotate_nodes(model, {"up": {"w": 1}, "call": {"h": 1}})
+    inner = model.graph.node[2].attribute[0].g.node[0]
+    inner.device_configurations.extend(model.graph.node[1].device_configurations)
+    onnx.save(model, tmp_path / "few.onnx")
+    result = infer_specs(tmp_path / "few.onnx", tmp_path / "all.onnx")
+    text = "those of 2 nodes in subgraphs, or calls of functions, do not count, such as of 'inner'"
+    assert text in [note.message for note in result.diagnostics]
+
+
+def test_a_model_of_which_no_operator_is_shared_is_refused(tmp_path):
+    model = annotate_nodes(parser.parse_model(TANH), {"up": {"h": None}}, 1)
+    model.configuration[0].num_devices = 2
+    onnx.save(model, tmp_path / "few.onnx")
+    with pytest.raises(InputError, match="on 1 device at most, and configuration 'mine' has 2") as caught:
+        infer_specs(tmp_path / "few.onnx", tmp_path / "all.onnx", shape={"N": 8192})
+    assert "names several devices" in (caught.value.hint or "")
+
+
+def test_a_model_without_a_configuration_is_refused(tmp_path):
+    model = annotate_nodes(parser.parse_model(TANH), {"up": {"w": 1}})
+    del model.configuration[:]
+    onnx.save(model, tmp_path / "few.onnx")
+    with pytest.raises(InputError, match="the model has no device configuration") as caught:
+        infer_specs(tmp_path / "few.onnx", tmp_path / "all.onnx", shape={"N": 8192})
+    assert caught.value.code == "U023"
+
+
 def test_a_map_of_the_result_is_the_choice_that_was_made(tmp_path):
     infer(annotate_nodes(mlp(), {"layer0_up": {"w0": 0}}), tmp_path, target=make_target(2))
     for name in ("few.onnx", "all.onnx"):
@@ -223,7 +278,7 @@ def test_what_onnx_ir_shards_is_completed_and_its_checker_accepts_the_result(dev
 
 def save_outside(folder: Path) -> Path:
     """Write a model whose weights are in a file of their own, in a folder; return its path."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     model = annotate_nodes(mlp(), {"layer0_up": {"w0": 1}})
     external_data_helper.convert_model_to_external_data(model, location="weights.bin")
     onnx.save(model, folder / "few.onnx")
@@ -241,6 +296,35 @@ def test_weights_of_a_file_stay_there_in_the_same_folder_and_are_copied_to_anoth
         assert (output.parent / "weights.bin").read_bytes() == (few.parent / "weights.bin").read_bytes()
         assert output.stat().st_size < 1 << 16
     assert sorted(path.name for path in few.parent.iterdir()) == ["all.onnx", "few.onnx", "weights.bin"]
+
+
+def test_a_result_in_place_of_weights_is_refused_with_force_too(tmp_path):
+    """Once, the model replaced its own weights."""
+    few = save_outside(tmp_path / "model")
+    (tmp_path / "other").mkdir()
+    before = few.with_name("weights.bin").read_bytes()
+    for folder, words in ((few.parent, "which is read"), (tmp_path / "other", "are copied to a file of this name")):
+        with pytest.raises(InputError, match=words) as caught:
+            infer_specs(few, folder / "weights.bin", force=True)
+        assert caught.value.code == "U032"
+    assert few.with_name("weights.bin").read_bytes() == before
+    assert not [*(tmp_path / "other").iterdir()]
+
+
+def test_only_the_file_that_weights_are_read_from_is_copied(tmp_path):
+    """Of two locations the last one counts. Once, the first one was copied too, from and to folders outside."""
+    few = save_outside(tmp_path / "in" / "model")
+    model = onnx.load(few, load_external_data=False)
+    for tensor in model.graph.initializer:
+        entries = [*tensor.external_data]
+        del tensor.external_data[:]
+        tensor.external_data.add(key="location", value="../secret")
+        tensor.external_data.extend(entries)
+    onnx.save(model, few)
+    (tmp_path / "in" / "secret").write_text("secret")
+    (tmp_path / "out" / "model").mkdir(parents=True)
+    infer_specs(few, tmp_path / "out" / "model" / "all.onnx")
+    assert sorted(path.name for path in (tmp_path / "out").rglob("*")) == ["all.onnx", "model", "weights.bin"]
 
 
 def test_weights_that_would_be_overwritten_are_refused_without_force(tmp_path):
@@ -350,4 +434,4 @@ def test_a_file_of_several_stages_is_refused(run_cli):
     onnx.save(model, "few.onnx")
     result = run_cli("infer-specs", "few.onnx", "-o", "all.onnx", "--shape", "N=8192")
     assert result.code == 2
-    assert "operators are shared by 2 devices, and the configuration of the model has 4" in result.err
+    assert "operators are on 2 devices at most, and configuration 'mine' has 4" in result.err

@@ -96,8 +96,9 @@ def test_axes_may_be_counted_from_the_end(space: StrategySpace, tmp_path: Path) 
     assert list_layouts(restrict(space, tmp_path, {"act": {"h": -1}}), 1) == {(split(2), split(2))}
 
 
-def test_a_node_on_one_device_is_computed_whole(space: StrategySpace, tmp_path: Path) -> None:
-    model = annotate_nodes(MODEL, {"up": {"x": None, "w": None, "h": None}, "down": {"a": 2}})
+@pytest.mark.parametrize("values", ["xwh", "x", "h"])
+def test_a_node_on_one_device_is_computed_whole(space: StrategySpace, values: str, tmp_path: Path) -> None:
+    model = annotate_nodes(MODEL, {"up": dict.fromkeys(values), "down": {"a": 2}})
     for spec in model.graph.node[0].device_configurations[0].sharding_spec:
         spec.device[:] = [1]
         del spec.index_to_device_group_map[:]
@@ -132,13 +133,13 @@ def test_specifications_of_inputs_that_contradict_each_other_are_refused(space: 
 def test_an_axis_that_cannot_be_cut_is_named(space: StrategySpace, tmp_path: Path) -> None:
     problem = fail(space, tmp_path, {"act": {"h": 7}})
     assert problem.code == "U023"
-    assert "node 'act' (Relu) cannot have 'h' as given: axis 7" in problem.message
+    assert "node 'act' (Relu) cannot have 'h' as given: shape [4, 6, 10] has no rows along axis 7" in problem.message
 
 
 def test_a_tensor_that_the_node_has_not_is_refused(space: StrategySpace, tmp_path: Path) -> None:
     problem = fail(space, tmp_path, {"act": {"w": 1}})
     assert problem.code == "U023"
-    assert "node 'act' (Relu) cannot have 'w'" in problem.message
+    assert problem.message == "node 'act' (Relu) cannot have 'w' as given: its values are 'h', 'a'"
     assert "no such value" in (problem.hint or "")
 
 
@@ -147,6 +148,12 @@ def test_another_number_of_devices_is_refused_with_both(space: StrategySpace, tm
     assert problem.code == "T005"
     assert problem.message == "its layouts are for 3 devices, and 2 would share operators"
     assert problem.hint == "name as many in --devices, or --shard 3"
+
+
+def test_a_map_of_single_devices_is_for_another_option(space: StrategySpace, tmp_path: Path) -> None:
+    problem = fail(space, tmp_path, {"act": {"h": None}}, devices=1)
+    assert problem.message == "its layouts are for 1 device, and 2 would share operators"
+    assert problem.hint == "take it as --device-map"
 
 
 def test_nodes_that_the_model_lacks_are_named(space: StrategySpace) -> None:

@@ -124,7 +124,8 @@ def test_specifications_of_others_are_read(spec: ShardingSpecProto, expected: La
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
-        (split(1, (8, 2)), "axis 1 has 8 rows, and not 0"),
+        (split(1, (8, 2)), "shape [8] has no rows along axis 1 in 1 factor"),
+        (split(0, *((1 << 60, 1),) * 100000, (0, 2)), "shape [8] has no rows along axis 0 in 100001 factors"),
         (split(0, (9, 2)), "axis 0 has 9 rows, and not 8"),
         (split(0, (0, 1), (0, 2)), "axis 0 has ? times ? rows, and not 8"),
         (split(0, (-2, 1), (0, 2)), "-4 rows in 2 shards are no run of equal ones"),
@@ -140,7 +141,7 @@ def test_specifications_of_others_are_read(spec: ShardingSpecProto, expected: La
         (split(0, (8, 2), device=(0, 2)), "it is on devices [0, 2], expected [0, 1]"),
         (sharding(device=[-1]), "it is on devices [-1], expected [0, 1]"),
         (sharding(device=[-1], index_to_device_group_map=[{"key": -1, "value": [-1]}]), "it is on devices [-1], expe"),
-        (sharding(device=[0], index_to_device_group_map=[{"key": 0}]), "it is on devices [], expected [0, 1]"),
+        (sharding(device=[0], index_to_device_group_map=[{"key": 0}]), "it is on devices [0], expected [0, 1]"),
     ],
 )  # fmt: skip
 def test_specifications_that_are_no_layout_say_why(spec: ShardingSpecProto, reason: str) -> None:

@@ -176,6 +176,48 @@ def test_a_configuration_of_a_thousand_million_devices_costs_no_memory(tmp_path)
 
 
 @pytest.mark.parametrize(
+    ("named", "expected"),
+    [
+        (["c", "other"], "cpu:1"),
+        (["other", "c"], "cpu:0"),
+        (["other"], ""),
+        (["misspelt"], "cpu:1"),
+        (["misspelt", "other"], "cpu:1"),
+        (["misspelt", "c"], "cpu:0"),
+    ],
+)
+def test_what_a_node_says_about_another_configuration_does_not_count(named, expected, tmp_path):
+    """Positions of another configuration are other devices."""
+    model = onnx.load(annotated(tmp_path, "cpu:0,cpu:1", device=[1]))
+    model.configuration.add(name="other", num_devices=9)
+    (entry,) = model.graph.node[0].device_configurations
+    del model.graph.node[0].device_configurations[:]
+    for number, name in enumerate(named):
+        entry.configuration_id, entry.sharding_spec[0].device[0] = name, 8 if name == "other" else 1 - number % 2
+        model.graph.node[0].device_configurations.append(entry)
+    model.graph.node[1].device_configurations.add(configuration_id="c").sharding_spec.add(tensor_name="v2", device=[0])
+    onnx.save(model, tmp_path / "annotated.onnx")
+    assert pins(tmp_path / "annotated.onnx")[:2] == [expected, "cpu:0"]
+
+
+def test_many_shards_on_a_large_group_take_no_time(tmp_path):
+    group = {-1: list(range(20000))}
+    path = annotated(tmp_path, ",".join(map(str, group[-1])), device=[-1] * 20000, groups=group, shards=20000)
+    assert read_device_metadata(path).split == (NAMES[0],)
+
+
+@pytest.mark.parametrize("field", ["name", "device"])
+def test_names_of_devices_that_are_no_text_are_refused(field, tmp_path):
+    path = annotated(tmp_path, "zzzzzz", device=[0])
+    model = onnx.load(path)
+    model.configuration[0].name = "zzzzzz" if field == "name" else "c"
+    model.configuration[0].device[0] = "zzzzzz" if field == "device" else "cpu:0"
+    path.write_bytes(model.SerializeToString().replace(b"zzzzzz", b"zz\xff\xfezz"))
+    with pytest.raises(onnxplace.ModelError, match=r"M002.*not text"):
+        read_device_metadata(path)
+
+
+@pytest.mark.parametrize(
     ("configuration", "entry", "words"),
     [
         ("", {}, ("U023", "no node of this model names a device")),
@@ -188,6 +230,7 @@ def test_a_configuration_of_a_thousand_million_devices_costs_no_memory(tmp_path)
         ("", {"device": [-1]}, ("U023", "'v1' is on -1, expected devices from 0 to 2147483647")),
         ("2", {"device": [-1], "groups": {-1: [0, 2]}}, ("U023", "'v1' is on 2, expected devices from 0 to 1")),
         ("2", {"device": [-1], "groups": {-1: [-2], -2: [-1]}}, ("U023", "'v1' is on -2, expected")),
+        ("2", {"device": [-1, 0], "groups": {-1: []}}, ("U023", "'v1' is on -1, expected")),
     ],
 )
 def test_metadata_that_pins_nothing_is_refused(configuration, entry, words, tmp_path):
