@@ -47,7 +47,7 @@ def predict_session(models: BundleModels) -> SessionPrediction | None:
         device[np.isin(device, hosts)] = hosts[0] if hosts else -1
         hub = find_hub(bundle.target, np.unique(np.append(device, hosts[:1])).astype(np.int32))
         is_small = len(device) <= MAX_NODES
-        best_seconds = OneSession(seconds=SEARCH_SECONDS).find_best(problem)[0] if is_small else None
+        best_seconds = OneSession(seconds=SEARCH_SECONDS).find_best(problem).step_seconds if is_small else None
         return SessionPrediction(session_seconds(problem, device, hub), best_seconds)
     except OnnxplaceError:
         return None

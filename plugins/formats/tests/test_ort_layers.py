@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from onnxplace.driver.compile import compile_model
 from onnxplace.errors import InputError, TargetError, UsageError
 from onnxplace.export.exporting import export_bundle
 from onnxplace.export.segment_models import BundleModels
+from onnxplace.machine.ort_sessions import use_custom_operators
 from onnxplace.model.nested_graphs import walk_nodes
 from onnxplace.target.target import Device, Target
 from onnxplace.utils.quantities import format_milliseconds
@@ -47,6 +49,10 @@ g (float[4] x, bool c) => (float[4] y) {
 CHAIN = """
 <ir_version: 10, opset_import: ["": 17]>
 g (float[4] x) => (float[4] y) { [enc_a] a = Exp(x) [enc_b] b = Sin(a) [dec_a] c = Exp(b) [dec_b] y = Sin(c) }
+"""
+CUSTOM_CHAIN = """
+<ir_version: 9, opset_import: ["": 18, "ai.onnx.contrib": 1]>
+g (float[4] x) => (float[4] y) { [first] n, p = ai.onnx.contrib.NegPos(x) [second] y = Add(n, p) }
 """
 
 
@@ -147,6 +153,54 @@ def test_the_script_opens_the_model_and_counts_the_nodes_of_providers(decoder_bu
     count, provider = ended.stdout.split()
     assert int(count) > 10
     assert provider == "CPUExecutionProvider"
+
+
+def load_script(folder: Path) -> dict:
+    return runpy.run_path(str(folder / "session.py"))
+
+
+def test_the_script_says_what_is_missing_in_one_line(tmp_path, monkeypatch, capsys):
+    bundle = compile_for(tmp_path / "b", "cpu:0", "qnn/npu:0")
+    export_bundle(bundle, "ort-layers", tmp_path / "out")
+    script = load_script(tmp_path / "out")
+    monkeypatch.setitem(sys.modules, "onnxruntime_qnn", None)
+    with pytest.raises(RuntimeError, match="QNNExecutionProvider is not installed: pip install onnxruntime-qnn"):
+        script["open_session"]()
+    cpu = {"name": "CPUExecutionProvider", "options": {}}
+    with pytest.raises(RuntimeError, match="CPUExecutionProvider has no device 3 here: it lists 1"):
+        script["find_devices"](cpu | {"index": 3})
+    assert len(script["find_devices"](cpu | {"type": "NPU"})) == 1
+    assert capsys.readouterr().err == "CPUExecutionProvider has no NPU here: its CPU computes instead\n"
+    monkeypatch.setattr(onnxruntime, "__version__", "1.25.1")
+    with pytest.raises(RuntimeError, match=r"1\.25\.1 knows no layers"):
+        script["open_session"]()
+
+
+def test_operators_of_a_library_are_named_and_the_script_loads_it(tmp_path):
+    library = pytest.importorskip("onnxruntime_extensions").get_library_path()
+    with use_custom_operators([library]):
+        bundle = compile_with_map(parser.parse_model(CUSTOM_CHAIN), tmp_path / "b", {".*": "cpu:0"}).bundle
+    (note,) = export_bundle(bundle, "ort-layers", tmp_path / "out").diagnostics
+    assert note.message == "the session needs the library of the operators 'ai.onnx.contrib.NegPos'"
+    path = tmp_path / "out" / "session_options.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"custom_op_libraries": [library]}))
+    script = load_script(tmp_path / "out")
+    assert script["count_nodes"](script["open_session"]()) == {"CPUExecutionProvider": 2}
+
+
+def test_cores_that_several_devices_share_are_threads_once(tmp_path):
+    target = Target(
+        (
+            Device("cpu:0", GIB, 1, processors=("a",)),
+            Device("cpu:1", GIB, 1, processors=("b",)),
+            Device("cpu:0-1", GIB, 2, processors=("a", "b")),
+        )
+    )
+    bundle = compile_with_map(
+        parser.parse_model(CHAIN), tmp_path / "b", {"enc_a": "cpu:0", "enc_b": "cpu:1", ".*": "cpu:0-1"}, target
+    ).bundle
+    export_bundle(bundle, "ort-layers", tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "session_options.json").read_text())["intra_op_num_threads"] == 2
 
 
 def test_nodes_of_subgraphs_follow_the_node_around_them_and_old_layers_are_gone(tmp_path):
