@@ -121,7 +121,8 @@ class OneSession(Pass):
             if is_proven and attempt <= 1:
                 bound = step_seconds
             simulation = None if device is None else problem.simulate(device, problem.graph.order)
-            exceeds = simulation is not None and bool(problem.excess_bytes(simulation).any())
+            excess = None if simulation is None else problem.excess_bytes(simulation)
+            exceeds = excess is not None and bool(excess.any())
             if device is not None and not exceeds and (best is None or step_seconds < best.step_seconds):
                 best = SessionPlacement(device, step_seconds)
             if attempt <= 1 and not exceeds:
@@ -129,11 +130,12 @@ class OneSession(Pass):
             if limit is None:
                 limit = allowed
                 continue
-            if exceeds:
-                excessive = limit
+            if excess is not None and simulation is not None and exceeds:
+                # Of a pool that lacks memory, a device may be far from its own limit.
+                excessive = np.where(excess > 0, np.minimum(limit, simulation.peak_bytes), limit)
             else:
                 enough = limit
-            is_close = enough is not None and bool((excessive - enough <= allowed // 64).all())
+            is_close = enough is not None and bool((excessive - enough <= excessive // 64).all())
             if is_close or (best is not None and monotonic() - start > self.seconds):
                 break
             if enough is not None:
