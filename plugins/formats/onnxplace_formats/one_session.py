@@ -29,6 +29,8 @@ from onnxplace_formats.ort_providers import explain_conflict, name_provider
 
 # How often limits of memory are changed: each time is a program.
 _ATTEMPTS = 10
+# How many times `seconds` are spent on them while no placement fits.
+_PATIENCE = 4
 # The sum of all times in the program: HiGHS has absolute tolerances, and seconds would be below them.
 _SCALED_TOTAL = 1e5
 
@@ -136,7 +138,8 @@ class OneSession(Pass):
             else:
                 enough = limit
             is_close = enough is not None and bool((excessive - enough <= excessive // 64).all())
-            if is_close or (best is not None and monotonic() - start > self.seconds):
+            patience = self.seconds if best is not None else _PATIENCE * self.seconds
+            if is_close or monotonic() - start > patience:
                 break
             if enough is not None:
                 limit = enough + (excessive - enough) // 2
