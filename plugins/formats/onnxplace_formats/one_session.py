@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from time import monotonic
@@ -13,6 +14,7 @@ from annotated_types import Ge, Gt
 from onnxplace.errors import Diagnostic, InfeasibleError
 from onnxplace.facts import Placement, Profile, Schedule
 from onnxplace.graph.op_graph import Bools, Csr, Floats, Ints, Longs, sum_by
+from onnxplace.pipeline.pipeline import make_pass
 from onnxplace.problem import (
     PlacementProblem,
     commit_placement,
@@ -70,7 +72,8 @@ class OneSession(Pass):
 
     The memory of weights is a part of the program once a placement exceeds a limit. That of values is known when a
     step is simulated: then the limits become smaller by what is missing, and the program is solved again, until a
-    placement fits; then they grow again as long as one does. The least time with weights alone is a bound.
+    placement fits; then they grow again as long as one does. The least time with weights alone is a bound. Where it is
+    not reached, the placement of m-ETF is a candidate, too.
 
     Where a takes 1 ms on both devices, b 5 ms and 1 ms, c 1 ms and 3 ms, and a copy 1 ms:
 
@@ -93,20 +96,38 @@ class OneSession(Pass):
 
     def run(self, state: State) -> State:
         problem = placement_problem(state)
-        best = self.find_best(problem)
+        best = self.find_best(state, problem)
         message = f"one session takes {format_milliseconds(best.step_seconds)} by these costs; {best.describe_proof()}"
         order = problem.graph.positions.astype(np.float64)
         after = commit_placement(state, problem, best.device, order, self.name)
         return after.with_notes(Diagnostic("P021", message, where=self.name))
 
-    def find_best(self, problem: PlacementProblem) -> SessionPlacement:
+    def find_best(self, state: State, problem: PlacementProblem) -> SessionPlacement:
         """Return the best placement that was found; raises InfeasibleError if there is none."""
         found = [self._place_within_memory(problem, chosen) for chosen in list_device_choices(problem)]
         placements = [placement for placement, _ in found if placement is not None]
+        bound = min(bound for _, bound in found)
+        if not any(placement.step_seconds <= bound for placement in placements):
+            placements += self._schedule_list(state, problem)
         if not placements:
             raise out_of_memory_error(problem, self.name)
-        best = min(placements, key=lambda placement: placement.step_seconds)
-        return replace(best, bound_seconds=min(bound for _, bound in found))
+        return replace(min(placements, key=lambda placement: placement.step_seconds), bound_seconds=bound)
+
+    def _schedule_list(self, state: State, problem: PlacementProblem) -> Iterator[SessionPlacement]:
+        """Yield the placement of a list scheduler, which watches the memory of values, if one session can have it."""
+        try:
+            device = make_pass("m-etf", {}).run(state)[Placement].device
+        except InfeasibleError:
+            return
+        devices = problem.target.devices
+        used = [devices[index] for index in np.unique(device)]
+        shares = len({name_provider(item) for item in used}) == len(used) and not explain_conflict(used)
+        if not shares or problem.excess_bytes(problem.simulate(device, problem.graph.order)).any():
+            return
+        hosts = [index for index, item in enumerate(devices) if item.is_host and item in used]
+        hosts = hosts or [index for index, item in enumerate(devices) if item.is_host][:1]
+        hub = find_hub(problem.target, np.unique([*device, *hosts]).astype(np.int32))
+        yield SessionPlacement(device, session_seconds(problem, device, hub))
 
     def _place_within_memory(self, problem: PlacementProblem, chosen: Ints) -> tuple[SessionPlacement | None, float]:
         """Return the best placement on some devices, None if none was found, and seconds of which none takes less."""

@@ -171,6 +171,20 @@ def test_the_time_that_it_states_is_that_of_its_placement(case):
             assert session_seconds(problem, device, find_hub(problem.target, chosen)) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("seed", [0, 2, 4, 6])
+def test_what_a_list_scheduler_fits_into_memory_is_not_refused_and_not_better(seed):
+    """Values need most of the memory here, which the program knows only by trying."""
+    graph, names = random_graph(seed, 60), ("cpu:0", "cuda:0")
+    alone = placement_problem(make_state(graph, make_target(names, seed=seed), seed))
+    peak = alone.simulate(np.zeros(60, dtype=np.int32), graph.order).peak_bytes.max()
+    state = make_state(graph, make_target(names, int(0.75 * peak), seed), seed)
+    problem = placement_problem(state)
+    listed = make_pass("m-etf", {}).run(state)[Placement].device
+    assert not problem.excess_bytes(problem.simulate(listed, graph.order)).any()
+    device = OneSession(seconds=1).run(state)[Placement].device
+    assert session_seconds(problem, device, 0) <= session_seconds(problem, listed, 0) + 1e-12
+
+
 @pytest.mark.parametrize(
     ("room", "weights", "least"), [(11_000, 10, "29 ms"), (6_500, 5, "34 ms"), (4_200, 3, "36 ms")]
 )
