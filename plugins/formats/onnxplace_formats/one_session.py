@@ -116,9 +116,11 @@ class OneSession(Pass):
     def _schedule_list(self, state: State, problem: PlacementProblem) -> Iterator[SessionPlacement]:
         """Yield the placement of a list scheduler, which watches the memory of values, if one session can have it."""
         try:
-            device = make_pass("m-etf", {}).run(state)[Placement].device
+            home = make_pass("m-etf", {}).run(state)[Placement].device
         except InfeasibleError:
             return
+        device = np.zeros(len(problem.graph), dtype=np.int32)
+        device[problem.members] = home  # the members of a node have one device
         devices = problem.target.devices
         used = [devices[index] for index in np.unique(device)]
         shares = len({name_provider(item) for item in used}) == len(used) and not explain_conflict(used)

@@ -6,6 +6,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -135,6 +136,20 @@ def test_the_time_that_the_export_states_is_that_of_the_placer(name, tmp_path):
     assert stated[0].step_seconds == pytest.approx(stated[0].best_seconds)
     assert all(item.best_seconds == pytest.approx(stated[0].best_seconds) for item in stated)
     assert all(item.step_seconds >= stated[0].step_seconds * 0.999 for item in stated)
+
+
+@pytest.mark.parametrize("room", [8 << 20, 10 << 20])
+def test_a_small_gpu_is_used_within_its_memory_by_nodes_that_are_contracted(room, tmp_path):
+    slow = replace(WITH_GPU.devices[0], operations_per_second=1e9)
+    fast = replace(WITH_GPU.devices[1], memory_bytes=room, operations_per_second=1e13, memory_bytes_per_second=1e12)
+    target = Target((slow, fast))
+    pipeline = "optimize,profile{estimate=true},coplace,fuse,one-session{seconds=2},split,emit"
+    bundle = compile_model(MODELS["squeezenet"].build(), tmp_path / "b", target=target, pipeline=pipeline).bundle
+    host, gpu = sorted(bundle.manifest.devices, key=lambda device: device.id)
+    assert 0 < gpu.peak_bytes <= room
+    assert host.peak_bytes > 0
+    (note,) = (item for item in bundle.manifest.diagnostics if item.where == "one-session")
+    assert "none in these limits takes less than" in note.message
 
 
 def test_onnx_runtime_reads_the_settings_and_refuses_others(tmp_path):
