@@ -29,9 +29,12 @@ def memory_stats(stats: Path, costs: Path, output: Path, *, json_: bool) -> None
     from onnxplace_formats.memory_stats import add_workspace, read_stats
 
     require_writable(output, stats, costs)
+    hint = "bundles hold one as costs.json, and compile writes one with --save-costs F.json"
+    if costs.suffix.lower() == ".csv":
+        raise InputError("C011", "expected costs as JSON, not CSV", where=format_path(costs), hint=hint)
     data = read_json(costs, "C011", "a cost file")
-    if not isinstance(data, dict) or not isinstance(data.get("nodes"), dict):
-        hint = "bundles hold one as costs.json, and compile writes one with --save-costs F.json"
+    nodes = data.get("nodes") if isinstance(data, dict) else None
+    if not isinstance(nodes, dict) or not all(isinstance(node, dict) for node in nodes.values()):
         raise InputError("C011", "not a cost file", where=format_path(costs), hint=hint)
     matched, others = add_workspace(data, read_stats(stats))
     if not matched:

@@ -6,8 +6,6 @@ Nodes are called NAME_HASH, with a hash of the names of their inputs and outputs
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -89,12 +87,17 @@ def name_with_hash(node: NodeProto) -> str:
 
 
 def format_stats(rows: Mapping[str, NodeMemory]) -> str:
-    """Return the table of nodes by name."""
-    stream = io.StringIO()
-    table = csv.writer(stream, lineterminator="\n")
-    table.writerow(COLUMNS)
-    table.writerows((name, row.inputs, row.weights, row.outputs, row.workspace) for name, row in rows.items())
-    return stream.getvalue()
+    """Return the table of nodes by name.
+
+    ONNX Runtime knows no quotes, and refuses the whole table for a line with a comma too many: nodes with commas or
+    breaks of lines in their names are left out.
+    """
+    lines = [
+        ",".join(map(str, (name, row.inputs, row.weights, row.outputs, row.workspace)))
+        for name, row in rows.items()
+        if not re.search(r"[,\r\n]", name)
+    ]
+    return "\n".join((",".join(COLUMNS), *lines, ""))
 
 
 def read_stats(path: Path) -> dict[str, NodeMemory]:
@@ -104,7 +107,7 @@ def read_stats(path: Path) -> dict[str, NodeMemory]:
     """
     where = format_path(path)
     hint = "ONNX Runtime writes it with session.collect_node_memory_stats_to_file and enable_mem_pattern=False"
-    lines = read_text(path, "C011", "memory statistics").splitlines()
+    lines = read_text(path, "C011", "memory statistics").removeprefix("\ufeff").splitlines()
     if not lines or lines[0].split(",") != list(COLUMNS):
         first = format_value(lines[0] if lines else "")
         raise InputError("C011", f"expected the header {','.join(COLUMNS)}, got {first}", where=where, hint=hint)
@@ -120,6 +123,9 @@ def read_stats(path: Path) -> dict[str, NodeMemory]:
         known = stats.get(key, NodeMemory(0, 0, 0, 0))
         largest = map(max, vars(known).values(), map(int, cells))
         stats[key] = NodeMemory(*largest)
+    if not stats:
+        message = "there is no node in these statistics"
+        raise InputError("C011", message, where=where, hint="run the session once, then delete it, which writes them")
     return stats
 
 

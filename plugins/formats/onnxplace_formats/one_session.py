@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from itertools import product
+from time import monotonic
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -12,6 +14,7 @@ from annotated_types import Ge, Gt
 from onnxplace.errors import Diagnostic, InfeasibleError
 from onnxplace.facts import Placement, Profile, Schedule
 from onnxplace.graph.op_graph import Bools, Csr, Floats, Ints, Longs, sum_by
+from onnxplace.pipeline.pipeline import make_pass
 from onnxplace.problem import (
     PlacementProblem,
     commit_placement,
@@ -26,10 +29,32 @@ from onnxplace.utils.linear_programs import LinearProgram
 from onnxplace.utils.quantities import format_milliseconds
 from onnxplace_formats.ort_providers import explain_conflict, name_provider
 
-# How often limits of memory are tightened after a placement that exceeds them.
-_ATTEMPTS = 8
+# How often limits of memory are changed: each time is a program.
+_ATTEMPTS = 10
+# How many times `seconds` are spent on them while no placement fits.
+_PATIENCE = 4
 # The sum of all times in the program: HiGHS has absolute tolerances, and seconds would be below them.
 _SCALED_TOTAL = 1e5
+
+
+@dataclass(frozen=True)
+class SessionPlacement:
+    """A placement for one session."""
+
+    device: Ints
+    """Per node, its device."""
+    step_seconds: float
+    """What a step takes."""
+    bound_seconds: float = 0.0
+    """No placement takes less."""
+
+    def describe_proof(self) -> str:
+        """Say how far another placement could be faster."""
+        if self.bound_seconds >= self.step_seconds * (1 - 1e-9):
+            return "no other placement is faster"
+        if self.bound_seconds > 0:
+            return f"none in these limits takes less than {format_milliseconds(self.bound_seconds)}"
+        return "better ones were not ruled out in this time"
 
 
 @dataclass(frozen=True)
@@ -42,11 +67,13 @@ class OneSession(Pass):
     group, and for each value and accelerator whether it enters and whether it leaves. With two devices the program is
     a minimum cut, whose linear relaxation has integral solutions; so it is solved at once, and exactly.
 
-    Not all providers share a session: one that compiles its nodes has only the CPU next to it (docs/export.md). The$
-    of the sets that do is taken.
+    Not all providers share a session: one that compiles its nodes has only the CPU next to it (docs/export.md). The
+    best of the sets that do is taken.
 
     The memory of weights is a part of the program once a placement exceeds a limit. That of values is known when a
-    step is simulated: then the limits become smaller by what is missing, and the program is solved again.
+    step is simulated: then the limits become smaller by what is missing, and the program is solved again, until a
+    placement fits; then they grow again as long as one does. The least time with weights alone is a bound. Where it is
+    not reached, the placement of m-ETF is a candidate, too.
 
     Where a takes 1 ms on both devices, b 5 ms and 1 ms, c 1 ms and 3 ms, and a copy 1 ms:
 
@@ -63,48 +90,85 @@ class OneSession(Pass):
     provides: ClassVar[tuple[type, ...]] = (Placement, Schedule)
 
     seconds: Annotated[float, Gt(0)] = 30.0
-    """When to stop with the best placement so far, for each choice of devices."""
+    """When to stop with the best placement so far, for each choice of devices and each limit of memory."""
     gap: Annotated[float, Ge(0)] = 0.0
     """Stop once the placement is known to be within this part of the best."""
 
     def run(self, state: State) -> State:
         problem = placement_problem(state)
-        step_seconds, is_proven, device = self.find_best(problem)
-        proof = "no other placement is faster" if is_proven else "better ones were not ruled out in this time"
-        message = f"one session takes {format_milliseconds(step_seconds)} by these costs; {proof}"
-        after = commit_placement(state, problem, device, problem.graph.positions.astype(np.float64), self.name)
+        best = self.find_best(state, problem)
+        message = f"one session takes {format_milliseconds(best.step_seconds)} by these costs; {best.describe_proof()}"
+        order = problem.graph.positions.astype(np.float64)
+        after = commit_placement(state, problem, best.device, order, self.name)
         return after.with_notes(Diagnostic("P021", message, where=self.name))
 
-    def find_best(self, problem: PlacementProblem) -> tuple[float, bool, Ints]:
-        """Return the seconds of the best step that was found, whether no other is faster, and the device of each node.
-
-        Raises InfeasibleError.
-        """
-        steps = [self._place_within_memory(problem, chosen) for chosen in list_device_choices(problem)]
-        step_seconds, _, device = min(steps, key=lambda step: step[0])
-        if device is None:
+    def find_best(self, state: State, problem: PlacementProblem) -> SessionPlacement:
+        """Return the best placement that was found; raises InfeasibleError if there is none."""
+        found = [self._place_within_memory(problem, chosen) for chosen in list_device_choices(problem)]
+        placements = [placement for placement, _ in found if placement is not None]
+        bound = min(bound for _, bound in found)
+        if not any(placement.step_seconds <= bound for placement in placements):
+            placements += self._schedule_list(state, problem)
+        if not placements:
             raise out_of_memory_error(problem, self.name)
-        # A set of devices whose best step is not known may have a better one.
-        return step_seconds, all(is_proven for _, is_proven, _ in steps), device
+        return replace(min(placements, key=lambda placement: placement.step_seconds), bound_seconds=bound)
 
-    def _place_within_memory(self, problem: PlacementProblem, chosen: Ints) -> tuple[float, bool, Ints | None]:
-        """Return the seconds of a step, whether none is faster, and devices; infinity and None if none fits."""
-        program = SessionProgram(problem, chosen)
+    def _schedule_list(self, state: State, problem: PlacementProblem) -> Iterator[SessionPlacement]:
+        """Yield the placement of a list scheduler, which watches the memory of values, if one session can have it."""
+        try:
+            home = make_pass("m-etf", {}).run(state)[Placement].device
+        except InfeasibleError:
+            return
+        device = np.zeros(len(problem.graph), dtype=np.int32)
+        device[problem.members] = home  # the members of a node have one device
+        devices = problem.target.devices
+        used = [devices[index] for index in np.unique(device)]
+        shares = len({name_provider(item) for item in used}) == len(used) and not explain_conflict(used)
+        if not shares or problem.excess_bytes(problem.simulate(device, problem.graph.order)).any():
+            return
+        hosts = [index for index, item in enumerate(devices) if item.is_host and item in used]
+        hosts = hosts or [index for index, item in enumerate(devices) if item.is_host][:1]
+        hub = find_hub(problem.target, np.unique([*device, *hosts]).astype(np.int32))
+        yield SessionPlacement(device, session_seconds(problem, device, hub))
+
+    def _place_within_memory(self, problem: PlacementProblem, chosen: Ints) -> tuple[SessionPlacement | None, float]:
+        """Return the best placement on some devices, None if none was found, and seconds of which none takes less."""
+        program, allowed, start = SessionProgram(problem, chosen), problem.limit_bytes, monotonic()
+        best: SessionPlacement | None = None
+        bound = 0.0
         limit: Longs | None = None
-        for attempt in range(1, _ATTEMPTS + 1):
+        enough: Longs | None = None  # the largest limits of weights that leave room for values, or for no placement
+        excessive = allowed  # the smallest ones that do not
+        for attempt in range(_ATTEMPTS):
             device, is_proven = program.solve(limit, self.seconds, self.gap)
-            # With smaller limits than the true ones, a better placement may be left out.
-            is_proven &= limit is None or bool((limit >= problem.limit_bytes).all())
-            if device is None:
-                return np.inf, is_proven, None
-            simulation = problem.simulate(device, problem.graph.order)
-            if not problem.excess_bytes(simulation).any():
-                return session_seconds(problem, device, program.hub), is_proven, device
+            step_seconds = np.inf if device is None else session_seconds(problem, device, program.hub)
+            # Weights alone within the true limits: this leaves out nothing that fits.
+            if is_proven and attempt <= 1:
+                bound = step_seconds
+            simulation = None if device is None else problem.simulate(device, problem.graph.order)
+            excess = None if simulation is None else problem.excess_bytes(simulation)
+            exceeds = excess is not None and bool(excess.any())
+            if device is not None and not exceeds and (best is None or step_seconds < best.step_seconds):
+                best = SessionPlacement(device, step_seconds)
+            if attempt <= 1 and not exceeds:
+                break
             if limit is None:
-                limit = problem.limit_bytes
+                limit = allowed
+                continue
+            if excess is not None and simulation is not None and exceeds:
+                # Of a pool that lacks memory, a device may be far from its own limit.
+                excessive = np.where(excess > 0, np.minimum(limit, simulation.peak_bytes), limit)
             else:
-                limit = tighten_limits(problem, limit, problem.limit_bytes, simulation, attempt)
-        return np.inf, False, None
+                enough = limit
+            is_close = enough is not None and bool((excessive - enough <= excessive // 64).all())
+            patience = self.seconds if best is not None else _PATIENCE * self.seconds
+            if is_close or monotonic() - start > patience:
+                break
+            if enough is not None:
+                limit = enough + (excessive - enough) // 2
+            elif simulation is not None:
+                limit = tighten_limits(problem, excessive, allowed, simulation, attempt)
+        return best, bound
 
 
 def list_device_choices(problem: PlacementProblem) -> list[Ints]:

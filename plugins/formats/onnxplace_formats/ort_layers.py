@@ -15,7 +15,7 @@ from typing import Any
 from onnx import ModelProto, NodeProto
 
 from onnxplace.bundle.bundle import COSTS_FILE
-from onnxplace.errors import Diagnostic, InputError
+from onnxplace.errors import Diagnostic, InputError, format_names
 from onnxplace.export.exporting import note_plans, note_routes, require_one_host
 from onnxplace.export.merging import build_whole_model, collect_initializers
 from onnxplace.export.segment_models import BundleModels
@@ -23,7 +23,7 @@ from onnxplace.model.model import MAX_INLINE_BYTES
 from onnxplace.model.nested_graphs import walk_nodes
 from onnxplace.model.tensors import tensor_size
 from onnxplace.model.weights import WeightFile
-from onnxplace.target.target import Device
+from onnxplace.target.target import Device, count_cores_by_processor
 from onnxplace.utils.files import read_json
 from onnxplace.utils.quantities import format_milliseconds
 from onnxplace_formats.memory_stats import collect_memory, format_stats, measure_weights
@@ -36,6 +36,8 @@ LAYER_KEY = "layer_ann"
 """The metadata of a node by which ONNX Runtime assigns it."""
 BY_LAYER, BY_NAME = "session.layer_assignment_settings", "session.name_based_layer_assignment"
 """The session options that say which provider has which annotations, or which names of nodes."""
+LIBRARIES = "custom_op_libraries"
+"""The entry of the settings with the libraries of operators that ONNX Runtime lacks."""
 MODEL_FILE, SETTINGS_FILE, SCRIPT_FILE, MEMORY_FILE = "model.onnx", "session_options.json", "session.py", "memory.csv"
 
 
@@ -119,8 +121,8 @@ def describe_session(devices: Sequence[Device], keeps_order: bool = False) -> di
             continue
         layers.setdefault(designate(device), []).append(f"={device.id}")
     rules = (f"{word}({','.join(annotations)})" for word, annotations in layers.items())
-    # As the costs of nodes were measured; of several CPU devices, all cores.
-    threads = sum(device.cores for device in devices if device.is_host)
+    # As the costs of nodes were measured; of several CPU devices, all cores, each once.
+    threads = sum(count_cores_by_processor([device for device in devices if device.is_host]).values())
     return {
         BY_LAYER: ";".join(rules),
         "providers": [provider.describe() for provider in describe_providers(devices)],
@@ -132,6 +134,10 @@ def describe_session(devices: Sequence[Device], keeps_order: bool = False) -> di
 def note_placement(models: BundleModels, devices: Sequence[Device]) -> Iterator[Diagnostic]:
     """Yield notes on what one session does otherwise than the bundle."""
     manifest = models.manifest
+    if manifest.custom_operators:
+        message = f"the session needs the library of the operators {format_names(manifest.custom_operators)}"
+        hint = f'write its path into {SETTINGS_FILE}: "{LIBRARIES}": ["/path/to/library"]'
+        yield Diagnostic("I001", message, where=TO, hint=hint)
     hosts = [device.id for device in devices if device.is_host]
     if len(hosts) > 1:
         message = f"{', '.join(hosts)} are one device in a session: its nodes run one after the other"

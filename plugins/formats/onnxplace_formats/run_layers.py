@@ -10,6 +10,8 @@ from typing import Any
 import onnxruntime
 
 FOLDER = Path(__file__).resolve().parent
+FIRST_VERSION = 1, 26
+"""Of ONNX Runtime, which has layers from there on: earlier ones ignore them without a word."""
 
 
 def read_settings(folder: Path = FOLDER) -> dict[str, Any]:
@@ -19,7 +21,12 @@ def read_settings(folder: Path = FOLDER) -> dict[str, Any]:
 
 def make_options(settings: dict[str, Any]) -> onnxruntime.SessionOptions:
     """Return options with the assignment of layers; the assignment that follows is recorded."""
+    if tuple(map(int, onnxruntime.__version__.split(".")[:2])) < FIRST_VERSION:
+        message = f"ONNX Runtime {onnxruntime.__version__} knows no layers: install 1.26 or later"
+        raise RuntimeError(message)
     options = onnxruntime.SessionOptions()
+    for library in settings.get("custom_op_libraries", ()):
+        options.register_custom_ops_library(library)
     for key, value in settings.items():
         if key.startswith("session."):
             options.add_session_config_entry(key, value)
@@ -32,16 +39,30 @@ def make_options(settings: dict[str, Any]) -> onnxruntime.SessionOptions:
 
 
 def find_devices(provider: dict[str, Any]) -> list[Any]:
-    """Return the device of a provider, in a list; the provider is loaded if it is a package."""
+    """Return the device of a provider, in a list; the provider is loaded if it is a package.
+
+    Raises RuntimeError if the package or the device is not here.
+    """
     known = {device.ep_name for device in onnxruntime.get_ep_devices()}
     if provider["name"] not in known and "module" in provider:
-        path = importlib.import_module(provider["module"]).get_library_path()
+        try:
+            path = importlib.import_module(provider["module"]).get_library_path()
+        except ModuleNotFoundError as error:
+            message = f"{provider['name']} is not installed: pip install {provider['module'].replace('_', '-')}"
+            raise RuntimeError(message) from error
         onnxruntime.register_execution_provider_library(provider["library"], path)
     new = [device for device in onnxruntime.get_ep_devices() if device.ep_name not in known - {provider["name"]}]
     own = [device for device in new if device.ep_name == new[0].ep_name]
     of_type = [device for device in own if device.device.type.name == provider.get("type")]
     index = provider.get("index", 0)
-    return (of_type or own)[index : index + 1]
+    found = (of_type or own)[index : index + 1]
+    if not found:
+        message = f"{provider['name']} has no device {index} here: it lists {len(of_type or own)}"
+        raise RuntimeError(message)
+    if not of_type and "type" in provider:
+        kind = found[0].device.type.name
+        sys.stderr.write(f"{provider['name']} has no {provider['type']} here: its {kind} computes instead\n")
+    return found
 
 
 def open_session(folder: Path = FOLDER) -> onnxruntime.InferenceSession:

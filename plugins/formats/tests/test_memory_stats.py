@@ -97,7 +97,25 @@ def test_what_is_written_is_read_again(tmp_path):
     assert read_stats(tmp_path / "stats.csv") == {"a": NodeMemory(4, 3, 3, 4), "b": NodeMemory(0, 0, 0, 9)}
 
 
-@pytest.mark.parametrize("text", ["", "a,b\n", HEADER + "a,1,2,3\n", HEADER + "a,1,2,3,x\n", HEADER + "a,1,2,3,-1\n"])
+def test_names_that_would_break_the_table_are_left_out(tmp_path):
+    names = ["a,b", "c\nd", '"e"', "f(g)=;"]
+    rows = {f"{name}_1": NodeMemory(1, 2, 3, 4) for name in names}
+    (tmp_path / "memory.csv").write_text(format_stats(rows))
+    assert list(read_stats(tmp_path / "memory.csv")) == names[2:]
+    onnx.save(MODELS["squeezenet"].build(), tmp_path / "model.onnx")
+    options = onnxruntime.SessionOptions()
+    options.add_session_config_entry("session.resource_cuda_partitioning_settings", "1000,memory.csv")
+    onnxruntime.InferenceSession(tmp_path / "model.onnx", options, providers=["CPUExecutionProvider"])
+
+
+def test_marks_and_line_ends_of_windows_are_read(tmp_path):
+    (tmp_path / "stats.csv").write_bytes(b"\xef\xbb\xbf" + f"{HEADER}a_1,1,2,3,4\n".replace("\n", "\r\n").encode())
+    assert read_stats(tmp_path / "stats.csv") == {"a": NodeMemory(1, 2, 3, 4)}
+
+
+@pytest.mark.parametrize(
+    "text", ["", HEADER, "a,b\n", HEADER + "a,1,2,3\n", HEADER + "a,1,2,3,x\n", HEADER + "a,1,2,3,-1\n"]
+)
 def test_other_files_are_refused(text, tmp_path):
     (tmp_path / "stats.csv").write_text(text)
     with pytest.raises(InputError, match="C011"):
@@ -129,3 +147,8 @@ def test_statistics_of_another_model_are_an_error_that_shows_its_nodes(run_cli, 
     assert "'other'" in result.err
     (tmp_path / "costs.json").write_text("[]")
     assert "not a cost file" in run_cli(*arguments).err
+    (tmp_path / "costs.json").write_text('{"nodes": {"other": 5}}')
+    assert "not a cost file" in run_cli(*arguments).err
+    (tmp_path / "costs.csv").write_text("node,seconds\n")
+    result = run_cli(*arguments[:3], tmp_path / "costs.csv", *arguments[4:])
+    assert "expected costs as JSON, not CSV" in result.err

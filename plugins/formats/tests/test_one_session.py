@@ -171,6 +171,50 @@ def test_the_time_that_it_states_is_that_of_its_placement(case):
             assert session_seconds(problem, device, find_hub(problem.target, chosen)) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("seed", [0, 2, 4, 6])
+def test_what_a_list_scheduler_fits_into_memory_is_not_refused_and_not_better(seed):
+    """Values need most of the memory here, which the program knows only by trying."""
+    graph, names = random_graph(seed, 60), ("cpu:0", "cuda:0")
+    alone = placement_problem(make_state(graph, make_target(names, seed=seed), seed))
+    peak = alone.simulate(np.zeros(60, dtype=np.int32), graph.order).peak_bytes.max()
+    state = make_state(graph, make_target(names, int(0.75 * peak), seed), seed)
+    problem = placement_problem(state)
+    listed = make_pass("m-etf", {}).run(state)[Placement].device
+    assert not problem.excess_bytes(problem.simulate(listed, graph.order)).any()
+    device = OneSession(seconds=1).run(state)[Placement].device
+    assert session_seconds(problem, device, 0) <= session_seconds(problem, listed, 0) + 1e-12
+
+
+@pytest.mark.parametrize(
+    ("room", "weights", "least"), [(11_000, 10, "29 ms"), (6_500, 5, "34 ms"), (4_200, 3, "36 ms")]
+)
+def test_a_device_is_filled_as_far_as_values_leave_room(room, weights, least):
+    """A chain of 20 nodes, each of 1000 bytes and half as fast on the CPU, with two values of 500 bytes at a time."""
+    count = 20
+    graph = OpGraph(
+        names=(names := tuple(map(str, range(count)))),
+        ops=names,
+        value_names=names,
+        value_bytes=np.full(count, 500, dtype=np.int64),
+        producer=np.arange(count, dtype=np.int32),
+        is_output=np.arange(count) == count - 1,
+        alias=np.full(count, -1, dtype=np.int32),
+        inputs=Csr.of([[], *([index] for index in range(count - 1))]),
+        weight_names=names,
+        weight_bytes=np.full(count, 1000, dtype=np.int64),
+        weights=Csr.of([[index] for index in range(count)]),
+        workspace_bytes=np.zeros(count, dtype=np.int64),
+    )
+    devices = (Device("cpu:0", AMPLE, model="cpu"), Device("cuda:0", room, model="gpu"))
+    target = Target(devices, (Link("cpu:0", "cuda:0", 0, 1e15), Link("cuda:0", "cpu:0", 0, 1e15)))
+    times = {devices[0].cost_class: np.full(count, 2e-3), devices[1].cost_class: np.full(count, 1e-3)}
+    sources = {name: np.full(count, Source.GIVEN, dtype=np.uint8) for name in times}
+    profile = Profile(graph, MappingProxyType(times), MappingProxyType(sources), np.arange(count, dtype=np.int32))
+    after = OneSession().run(State(target).with_facts(profile))
+    assert int(after[Placement].device.sum()) == weights
+    assert after.diagnostics[-1].message.endswith(f"none in these limits takes less than {least}")
+
+
 def test_it_keeps_the_contract_of_passes():
     check_pass(OneSession)
 

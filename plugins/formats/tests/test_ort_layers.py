@@ -2,9 +2,11 @@
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +22,7 @@ from onnxplace.driver.compile import compile_model
 from onnxplace.errors import InputError, TargetError, UsageError
 from onnxplace.export.exporting import export_bundle
 from onnxplace.export.segment_models import BundleModels
+from onnxplace.machine.ort_sessions import use_custom_operators
 from onnxplace.model.nested_graphs import walk_nodes
 from onnxplace.target.target import Device, Target
 from onnxplace.utils.quantities import format_milliseconds
@@ -47,6 +50,10 @@ g (float[4] x, bool c) => (float[4] y) {
 CHAIN = """
 <ir_version: 10, opset_import: ["": 17]>
 g (float[4] x) => (float[4] y) { [enc_a] a = Exp(x) [enc_b] b = Sin(a) [dec_a] c = Exp(b) [dec_b] y = Sin(c) }
+"""
+CUSTOM_CHAIN = """
+<ir_version: 9, opset_import: ["": 18, "ai.onnx.contrib": 1]>
+g (float[4] x) => (float[4] y) { [first] n, p = ai.onnx.contrib.NegPos(x) [second] y = Add(n, p) }
 """
 
 
@@ -131,6 +138,20 @@ def test_the_time_that_the_export_states_is_that_of_the_placer(name, tmp_path):
     assert all(item.step_seconds >= stated[0].step_seconds * 0.999 for item in stated)
 
 
+@pytest.mark.parametrize("room", [8 << 20, 10 << 20])
+def test_a_small_gpu_is_used_within_its_memory_by_nodes_that_are_contracted(room, tmp_path):
+    slow = replace(WITH_GPU.devices[0], operations_per_second=1e9)
+    fast = replace(WITH_GPU.devices[1], memory_bytes=room, operations_per_second=1e13, memory_bytes_per_second=1e12)
+    target = Target((slow, fast))
+    pipeline = "optimize,profile{estimate=true},coplace,fuse,one-session{seconds=2},split,emit"
+    bundle = compile_model(MODELS["squeezenet"].build(), tmp_path / "b", target=target, pipeline=pipeline).bundle
+    host, gpu = sorted(bundle.manifest.devices, key=lambda device: device.id)
+    assert 0 < gpu.peak_bytes <= room
+    assert host.peak_bytes > 0
+    (note,) = (item for item in bundle.manifest.diagnostics if item.where == "one-session")
+    assert "none in these limits takes less than" in note.message
+
+
 def test_onnx_runtime_reads_the_settings_and_refuses_others(tmp_path):
     bundle = compile_with_map(parser.parse_model(CHAIN), tmp_path / "b", {".*": "cpu:0"}).bundle
     export_bundle(bundle, "ort-layers", tmp_path / "out")
@@ -147,6 +168,54 @@ def test_the_script_opens_the_model_and_counts_the_nodes_of_providers(decoder_bu
     count, provider = ended.stdout.split()
     assert int(count) > 10
     assert provider == "CPUExecutionProvider"
+
+
+def load_script(folder: Path) -> dict:
+    return runpy.run_path(str(folder / "session.py"))
+
+
+def test_the_script_says_what_is_missing_in_one_line(tmp_path, monkeypatch, capsys):
+    bundle = compile_for(tmp_path / "b", "cpu:0", "qnn/npu:0")
+    export_bundle(bundle, "ort-layers", tmp_path / "out")
+    script = load_script(tmp_path / "out")
+    monkeypatch.setitem(sys.modules, "onnxruntime_qnn", None)
+    with pytest.raises(RuntimeError, match="QNNExecutionProvider is not installed: pip install onnxruntime-qnn"):
+        script["open_session"]()
+    cpu = {"name": "CPUExecutionProvider", "options": {}}
+    with pytest.raises(RuntimeError, match="CPUExecutionProvider has no device 3 here: it lists 1"):
+        script["find_devices"](cpu | {"index": 3})
+    assert len(script["find_devices"](cpu | {"type": "NPU"})) == 1
+    assert capsys.readouterr().err == "CPUExecutionProvider has no NPU here: its CPU computes instead\n"
+    monkeypatch.setattr(onnxruntime, "__version__", "1.25.1")
+    with pytest.raises(RuntimeError, match=r"1\.25\.1 knows no layers"):
+        script["open_session"]()
+
+
+def test_operators_of_a_library_are_named_and_the_script_loads_it(tmp_path):
+    library = pytest.importorskip("onnxruntime_extensions").get_library_path()
+    with use_custom_operators([library]):
+        bundle = compile_with_map(parser.parse_model(CUSTOM_CHAIN), tmp_path / "b", {".*": "cpu:0"}).bundle
+    (note,) = export_bundle(bundle, "ort-layers", tmp_path / "out").diagnostics
+    assert note.message == "the session needs the library of the operators 'ai.onnx.contrib.NegPos'"
+    path = tmp_path / "out" / "session_options.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"custom_op_libraries": [library]}))
+    script = load_script(tmp_path / "out")
+    assert script["count_nodes"](script["open_session"]()) == {"CPUExecutionProvider": 2}
+
+
+def test_cores_that_several_devices_share_are_threads_once(tmp_path):
+    target = Target(
+        (
+            Device("cpu:0", GIB, 1, processors=("a",)),
+            Device("cpu:1", GIB, 1, processors=("b",)),
+            Device("cpu:0-1", GIB, 2, processors=("a", "b")),
+        )
+    )
+    bundle = compile_with_map(
+        parser.parse_model(CHAIN), tmp_path / "b", {"enc_a": "cpu:0", "enc_b": "cpu:1", ".*": "cpu:0-1"}, target
+    ).bundle
+    export_bundle(bundle, "ort-layers", tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "session_options.json").read_text())["intra_op_num_threads"] == 2
 
 
 def test_nodes_of_subgraphs_follow_the_node_around_them_and_old_layers_are_gone(tmp_path):
