@@ -96,7 +96,7 @@ def test_a_case_prints_its_thread_and_markdown():
 
 def test_a_table_has_errors_and_comparisons_and_leaves_empty_columns_out(case):
     rows = [case.Row("base", measured=0.02, low=0.01, high=0.03), case.Row("ours", 0.011, 0.01)]
-    text = case.format_table(case.Table("Times", rows, "base", ["A remark."]))
+    text = case.format_table(case.Table("Times", rows, "base", remarks=["A remark."]))
     assert text.splitlines() == [
         "Times:",
         "",
@@ -151,7 +151,7 @@ def test_memory_above_its_limit_is_named(case, measured, text):
 
 
 def test_tables_survive_json(case):
-    table = case.Table("Times", [case.Row("base", measured=0.02)], "base", ["A remark."])
+    table = case.Table("Times", [case.Row("base", measured=0.02)], "base", remarks=["A remark."])
     assert case.parse_tables(json.dumps({"tables": [case.asdict(table)]})) == [table]
 
 
