@@ -182,12 +182,15 @@ def make_step_table(tokens: int, records: Mapping[str, Record], bundle: Bundle, 
     what = f"bundle, with a disk of {SLOW_DISK / 1e9:.1f} GB/s"
     rows.append(Row(what, streamed / SLOW_DISK, note="bytes over rate", is_bound=True))
     device, waits = manifest.devices[0], manifest.predicted.weight_wait_seconds or 0.0
-    sizes = (manifest.streams[0].pool_bytes, device.limit_bytes, device.peak_bytes)
-    pool, limit, peak = (f"{size / 1e6:,.0f} MB" for size in sizes)
+    pool_bytes = manifest.streams[0].pool_bytes
+    stay_bytes, value_bytes = device.weights_bytes - pool_bytes, device.peak_bytes - device.weights_bytes
+    sizes = (weight_bytes, streamed, stay_bytes, pool_bytes, value_bytes, device.peak_bytes, device.limit_bytes)
+    weights, read, stay, pool, values, peak, limit = (f"{size / 1e6:,.0f} MB" for size in sizes)
     remark = (
-        f"Weights: {weight_bytes / 1e6:,.0f} MB, of which {streamed / 1e6:,.0f} MB are read in each step, through a"
-        f" pool of {pool}. The device may use {limit} and needs {peak}. Predicted: {waits * 1e3:.1f} ms of the step"
-        " wait for weights."
+        f"Weights: {weights}, of which {read} are read in each step. The device holds {stay} of weights that stay, a pool"
+        f" of {pool} and {values} of values, in all {peak} of {limit} allowed. Of the rest, the table of embeddings, ONNX"
+        f" Runtime maps the file and reads the rows that it needs. Predicted: {waits * 1e3:.1f} ms of the step wait for"
+        " weights."
     )
     return Table(f"{tokens} token{'s' * (tokens > 1)} after {PAST}", rows, WAYS[0].what, remarks=[remark])
 
