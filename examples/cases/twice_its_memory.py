@@ -187,10 +187,10 @@ def make_step_table(tokens: int, records: Mapping[str, Record], bundle: Bundle, 
     sizes = (weight_bytes, streamed, stay_bytes, pool_bytes, value_bytes, device.peak_bytes, device.limit_bytes)
     weights, read, stay, pool, values, peak, limit = (f"{size / 1e6:,.0f} MB" for size in sizes)
     remark = (
-        f"Weights: {weights}, of which {read} are read in each step. The device holds {stay} of weights that stay, a pool"
-        f" of {pool} and {values} of values, in all {peak} of {limit} allowed. Of the rest, the table of embeddings, ONNX"
-        f" Runtime maps the file and reads the rows that it needs. Predicted: {waits * 1e3:.1f} ms of the step wait for"
-        " weights."
+        f"Weights: {weights}, of which {read} are read in each step. The device holds {stay} of weights that stay, a"
+        f" pool of {pool} and {values} of values, in all {peak} of {limit} allowed. Of the rest, the table of"
+        " embeddings, ONNX Runtime maps the file and reads the rows that it needs. Predicted:"
+        f" {waits * 1e3:.1f} ms of the step wait for weights."
     )
     return Table(f"{tokens} token{'s' * (tokens > 1)} after {PAST}", rows, WAYS[0].what, remarks=[remark])
 
