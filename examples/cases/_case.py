@@ -34,6 +34,8 @@ Unit = Literal["s", "bytes", "requests/s", "count"]
 
 QUICK_ROUNDS, ROUNDS = 5, 60
 """How often each call is measured."""
+MEMORY_REQUESTS = 3
+"""How many requests a process whose memory is measured runs."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,11 @@ class Settings:
         """Return how often each call is measured."""
         return QUICK_ROUNDS if self.quick else ROUNDS
 
+    @property
+    def how(self) -> str:
+        """Return how `time_calls` measures, for the caption of a table."""
+        return f"medians of {self.rounds} calls, in turns"
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -82,26 +89,25 @@ class Row:
     high: float | None = None
     unit: Unit = "s"
     note: str = ""
+    is_bound: bool = False
+    """The prediction is a lower bound, with which nothing is compared."""
 
     @property
     def error(self) -> float | None:
         """Return the error of the prediction as a share of what was measured: positive if it was too large."""
         return self.predicted / self.measured - 1 if self.predicted is not None and self.measured else None
 
-    @property
-    def value(self) -> float | None:
-        """Return what was measured, otherwise what was predicted."""
-        return self.predicted if self.measured is None else self.measured
-
 
 @dataclass(frozen=True)
 class Table:
-    """Rows that may be compared with each other."""
+    """Rows that may be compared with each other: measured with measured ones, predicted with predicted ones."""
 
     caption: str
     rows: Sequence[Row]
     baseline: str = ""
     """The row that others are compared with, by a speed-up, or by a share of bytes and counts; empty for none."""
+    how: str = ""
+    """What a measured figure is, such as a median of how many; printed with the caption."""
     remarks: Sequence[str] = field(default=())
     """Sentences below the table that depend on what was measured, such as which devices the plan used."""
 
@@ -187,6 +193,11 @@ def compile_case(model: Path, name: str, settings: Settings, **options: Any) -> 
     return onnxplace.compile(model, output, **{"effort": effort, "force": True, **options})
 
 
+def describe_limit(limit_bytes: int, measured_bytes: float | None) -> str:
+    """Return the limit of a device's memory in words, and whether what was measured exceeds it."""
+    return f"limit {limit_bytes / 1e6:,.1f} MB{', exceeded' if (measured_bytes or 0) > limit_bytes else ''}"
+
+
 def describe_machine() -> str:
     """Return the processor, its cores and the version of ONNX Runtime, in one sentence."""
     name = platform.processor() or platform.machine()
@@ -213,14 +224,15 @@ def format_table(table: Table) -> str:
     base = next((row for row in table.rows if row.what == table.baseline), None)
     columns: dict[str, list[str]] = {
         "": [row.what for row in table.rows],
-        "predicted": [format_value(row.predicted, row.unit) for row in table.rows],
+        "predicted": [f"{'at least ' * row.is_bound}{format_value(row.predicted, row.unit)}" for row in table.rows],
         "measured": [_format_measured(row) for row in table.rows],
         "error": ["-" if row.error is None else f"{row.error:+.0%}" for row in table.rows],
         "compared": [_compare(row, base) for row in table.rows],
         "note": [row.note or "-" for row in table.rows],
     }
     kept = {name: cells for name, cells in columns.items() if set(cells) != {"-"}}
-    lines = [f"{table.caption}:", "", f"| {' | '.join(kept)} |", f"|{'---|' * len(kept)}"]
+    caption = f"{table.caption} ({table.how})" if table.how else table.caption
+    lines = [f"{caption}:", "", f"| {' | '.join(kept)} |", f"|{'---|' * len(kept)}"]
     lines += [f"| {' | '.join(cells)} |" for cells in zip(*kept.values())]
     return "\n".join((*lines, *(text for remark in table.remarks for text in ("", remark))))
 
@@ -234,12 +246,20 @@ def _format_measured(row: Row) -> str:
 
 
 def _compare(row: Row, base: Row | None) -> str:
-    """Return how many times as fast as the baseline a row is; of bytes and counts, their share of the baseline's."""
-    if base is None or row.unit != base.unit or row.value is None or not base.value:
+    """Return how many times as fast as the baseline a row is; of bytes and counts, their share of the baseline's.
+
+    A row that was only predicted is not compared with a baseline that was only measured.
+    """
+    if base is None or row.unit != base.unit or row.is_bound:
+        return "-"
+    of_row, of_base = row.measured, base.measured
+    if of_base is None:
+        of_row, of_base = row.predicted, base.predicted
+    if not of_row or not of_base:
         return "-"
     if row.unit in ("bytes", "count"):
-        return f"{row.value / base.value:.0%}"
-    return f"{base.value / row.value if row.unit == 's' else row.value / base.value:.2f}x"
+        return f"{of_row / of_base:.0%}"
+    return f"{of_base / of_row if row.unit == 's' else of_row / of_base:.2f}x"
 
 
 def parse_tables(text: str) -> list[Table]:

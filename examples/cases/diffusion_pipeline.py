@@ -63,6 +63,8 @@ QUICK_SIZES = Diffusion(
 )  # fmt: skip
 CORES = "cpu:0,cpu:1"
 IN_FLIGHT = 4
+RATES = {False: (16, 5), True: (6, 2)}
+"""Pictures of a turn, and turns, without and with `--quick`."""
 
 MACHINE = "AI-PC-NPU"
 LARGE = Diffusion(
@@ -124,6 +126,7 @@ def measure_parts(pipeline: Pipeline, bundle: Bundle, settings: Settings) -> Tab
     return Table(
         "The three models, each on one core",
         rows,
+        how=settings.how,
         remarks=[f"The {steps} steps of the denoiser are {share:.0%} of a picture."],
     )
 
@@ -170,8 +173,15 @@ def measure_pictures(pipeline: Pipeline, bundles: Mapping[str, Bundle], settings
         rate = 1 / predicted.interval_seconds if predicted and predicted.interval_seconds else None
         many.append(Row(name, rate, *rates[name], unit="requests/s", note=note))
     return [
-        Table("One picture", alone, WHOLE),
-        Table(f"{IN_FLIGHT} pictures in flight; sessions of ONNX Runtime take one after the other", many, WHOLE),
+        Table("One picture", alone, WHOLE, settings.how),
+        Table(
+            f"{IN_FLIGHT} pictures in flight; sessions of ONNX Runtime take one after the other",
+            many,
+            WHOLE,
+            how="medians of {1} turns of {0} pictures, in brackets the least and the most".format(
+                *RATES[settings.quick]
+            ),
+        ),
     ]
 
 
@@ -182,7 +192,7 @@ def time_rates(
     settings: Settings,
 ) -> dict[str, tuple[float, float, float]]:
     """Return pictures per second of each way, in turns: the median, the least and the most."""
-    pictures, turns = (6, 2) if settings.quick else (16, 5)
+    pictures, turns = RATES[settings.quick]
     rates: dict[str, list[float]] = {name: [] for name in (*plain, *sessions)}
     for _ in range(turns):
         for name, call in plain.items():
@@ -241,7 +251,7 @@ def predict_elsewhere(settings: Settings) -> Table:
         " place for both can gain.",
         "Estimates by published peak rates; they assume that the NPU takes every node. Nothing ran on such a PC.",
     ]
-    return Table(f"Estimated for {MACHINE}, one picture", rows, rows[0].what, remarks)
+    return Table(f"Estimated for {MACHINE}, one picture", rows, rows[0].what, remarks=remarks)
 
 
 def predict_part(path: Path, common: Mapping[str, Any]) -> float:

@@ -57,7 +57,8 @@ CASE = Case(
 
 LAYERS, PAST, TOKENS = 30, 128, 16
 STATE = ["present.*=past.*"]
-BASELINE = "one session, I/O binding: outputs become inputs"
+BASELINE = "one session, all cores, I/O binding: outputs become inputs"
+WITH_ARRAYS, WITH_STATES = "onnxplace, one core, arrays fed and fetched", "onnxplace, one core, --state"
 PUBLISHED = {"through the host": 30.8e-3, "kept": 8.8e-3}
 """Seconds a token in the first thread."""
 SPEECH_CORE_BYTES = 200e6
@@ -133,24 +134,24 @@ def measure_here(settings: Settings) -> Table:
         for item in plain.inputs
         if "past" in item.name
     }
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    whole = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    whole, single = (open_session(model, threads) for threads in (0, 1))
     report_progress("running")
     with onnxplace.InferenceSession(plain) as with_arrays, onnxplace.InferenceSession(kept) as with_states:
         calls: dict[str, Callable[[], NDArray[np.int64]]] = {
-            "one session, arrays fed and fetched": lambda: run_with_arrays(whole, cache, TOKENS),
             BASELINE: lambda: run_bound(whole, cache, TOKENS),
-            "onnxplace, arrays fed and fetched": lambda: run_with_arrays(with_arrays, cache, TOKENS),
-            "onnxplace --state": lambda: run_with_states(with_states, cache, TOKENS),
+            "one session, all cores, arrays fed and fetched": lambda: run_with_arrays(whole, cache, TOKENS),
+            "one session, one core, I/O binding": lambda: run_bound(single, cache, TOKENS),
+            "one session, one core, arrays fed and fetched": lambda: run_with_arrays(single, cache, TOKENS),
+            WITH_ARRAYS: lambda: run_with_arrays(with_arrays, cache, TOKENS),
+            WITH_STATES: lambda: run_with_states(with_states, cache, TOKENS),
         }
         expected = calls[BASELINE]()
         for what, call in calls.items():
             check_outputs(what, {"tokens": call()}, {"tokens": expected})
         timings = time_calls(calls, settings)
     predicted = {
-        "onnxplace, arrays fed and fetched": plain.manifest.predicted.step_seconds,
-        "onnxplace --state": kept.manifest.predicted.step_seconds,
+        WITH_ARRAYS: plain.manifest.predicted.step_seconds,
+        WITH_STATES: kept.manifest.predicted.step_seconds,
     }
     rows = []
     for what, timing in timings.items():
@@ -159,7 +160,16 @@ def measure_here(settings: Settings) -> Table:
     remark = (
         f"{len(cache)} cache tensors of {next(iter(cache.values())).nbytes / 1e3:.0f} kB; {TOKENS} tokens in a row."
     )
-    return Table("A token on the processor of this machine", rows, BASELINE, [remark])
+    how = f"medians of {settings.rounds} times {TOKENS} tokens, in turns"
+    return Table("A token on the processor of this machine", rows, BASELINE, how, [remark])
+
+
+def open_session(model: Path, threads: int) -> onnxruntime.InferenceSession:
+    """Open a model on the processor with so many threads; 0 for all cores."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
 
 def make_gpu() -> Device:

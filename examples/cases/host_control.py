@@ -47,7 +47,8 @@ CASE = Case(
 
 GPU = "L4"
 """A GPU by name for the simulated rows."""
-BASELINE = "one session on the processor"
+BASELINE = "one session, all cores"
+ALONE = "processor alone"
 
 WORDS = ["the", "graph", "a", "device", "places", "copies", "limits", "and", "each", "choice", "costs", "time"]
 LENGTH = 32
@@ -127,14 +128,14 @@ LARGE, SMALL = ({"layers": 4, "hidden": 256, "heads": 4}, {"layers": 2, "hidden"
 
 
 def measure(settings: Settings) -> list[Table]:
-    """Return the tables: counted copies where this environment has the WebGPU provider, otherwise predicted times."""
+    """Return the tables: counted copies where this environment has the WebGPU provider, otherwise times."""
     many = 8 if settings.quick else 64
     if has_webgpu():  # what crosses is the tokenizer's, whatever follows
         model = write_model("counted", SMALL, settings)
         return [count_copies(model, batch, settings) for batch in (many, 1)]
     return [
-        compare_times(write_model("large", LARGE, settings), many, settings),
-        compare_times(write_model("small", SMALL, settings), 1, settings),
+        *compare_times(write_model("large", LARGE, settings), many, settings),
+        *compare_times(write_model("small", SMALL, settings), 1, settings),
     ]
 
 
@@ -155,22 +156,38 @@ def has_webgpu() -> bool:
     return "WebGpuExecutionProvider" in onnxruntime.get_available_providers()
 
 
-def compare_times(model: Path, batch: int, settings: Settings) -> Table:
-    """Return the times of this processor, measured, and of a GPU by name next to it, simulated."""
+def compare_times(model: Path, batch: int, settings: Settings) -> list[Table]:
+    """Return a table of this processor, measured, and one of a GPU by name next to it, simulated."""
+    return [measure_processor(model, batch, settings), simulate_gpu(model, batch, settings)]
+
+
+def measure_processor(model: Path, batch: int, settings: Settings) -> Table:
+    """Return the times of plain sessions and of a bundle on one core."""
     feeds, shape = {"texts": make_texts(batch)}, {"batch": batch}
     here = compile_case(model, "processor", settings, devices="cpu:0", shape=shape)
-    whole = BoundSession(model, feeds)
+    whole, single = BoundSession(model, feeds), BoundSession(model, feeds, threads=1)
     with onnxplace.InferenceSession(here) as session:
-        timings = time_calls({"whole": whole.run, "bundle": lambda: session.run(None, feeds)}, settings)
+        calls = {"whole": whole.run, "single": single.run, "bundle": lambda: session.run(None, feeds)}
+        timings = time_calls(calls, settings)
         check_outputs("cpu:0", dict(zip(["features"], session.run(None, feeds))), whole.fetch())
-    target = Target((*parse_machine(GPU).to_target().devices, *local_target("cpu:0").devices))
-    plan = compile_case(model, GPU, settings, target=target, shape=shape).manifest
-    latency = float(target.link_arrays()[0].max())
-    seconds, spread = plan.predicted.step_seconds, count_spread_copies(batch)
     rows = [
         timed_row(BASELINE, timings["whole"]),
-        timed_row("onnxplace, processor alone", timings["bundle"], here.manifest.predicted.step_seconds),
+        timed_row("one session, one core", timings["single"]),
+        timed_row("onnxplace, one core", timings["bundle"], here.manifest.predicted.step_seconds),
     ]
+    caption = f"{model.stem.capitalize()} encoder, this processor"
+    return Table(caption, rows, BASELINE, settings.how, [f"A request has {describe_texts(batch)}."])
+
+
+def simulate_gpu(model: Path, batch: int, settings: Settings) -> Table:
+    """Return what is predicted for a GPU by name next to this processor, all by the same costs."""
+    shape = {"batch": batch}
+    target = Target((*parse_machine(GPU).to_target().devices, *local_target("cpu:0").devices))
+    plan = compile_case(model, GPU, settings, target=target, shape=shape).manifest
+    alone = compile_case(model, ALONE, settings, target=target, shape=shape, device_map={".*": "cpu:0"}).manifest
+    latency = float(target.link_arrays()[0].max())
+    seconds, spread = plan.predicted.step_seconds, count_spread_copies(batch)
+    rows = [Row(ALONE, alone.predicted.step_seconds)]
     if plan.transfers:  # one more crossing takes at least the latency of the link
         note = f"{spread} copies"
         rows.append(
@@ -180,9 +197,8 @@ def compare_times(model: Path, batch: int, settings: Settings) -> Table:
         )
     used = " and ".join(device.id for device in plan.devices if device.nodes)
     rows.append(Row(f"onnxplace, {GPU} and processor", seconds, note=f"{plan.transfers} copies, on {used}"))
-    return Table(
-        f"{model.stem.capitalize()} encoder: times", rows, BASELINE, [f"A request has {describe_texts(batch)}."]
-    )
+    caption = f"{model.stem.capitalize()} encoder, {GPU} and one core, simulated"
+    return Table(caption, rows, ALONE, remarks=[f"A request has {describe_texts(batch)}."])
 
 
 def count_copies(model: Path, batch: int, settings: Settings) -> Table:
@@ -215,7 +231,7 @@ def count_copies(model: Path, batch: int, settings: Settings) -> Table:
             Row("onnxplace, encoder on webgpu:0", bundle.manifest.transfers, len(made), unit="count"),
         ],
         "one session, WebGPU first",
-        [f"A request has {describe_texts(batch)}."],
+        remarks=[f"A request has {describe_texts(batch)}."],
     )
 
 

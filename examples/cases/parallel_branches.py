@@ -73,7 +73,7 @@ def measure_model(name: str, model: onnx.ModelProto, settings: Settings) -> Tabl
     rows = [timed_row(what, timings[what]) for what in sessions]
     where = "each branch on its own device" if len(used) > 1 else "keeps one device"
     rows.append(timed_row(f"onnxplace: {where}", timings["bundle"], manifest.predicted.step_seconds))
-    return Table(f"{name}: {len(model.graph.node)} nodes", rows, BASELINE)
+    return Table(f"{name}: {len(model.graph.node)} nodes", rows, BASELINE, settings.how)
 
 
 def measure(settings: Settings) -> list[Table]:

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,8 @@ SHARE = 0.5
 """Memory of the device, as a share of the weights."""
 PROCESS_BYTES = 250_000_000
 """Python, ONNX Runtime and their libraries, which a limit of the device does not count."""
+ROUNDS = {False: (3, 10), True: (1, 3)}
+"""Processes of each way, and steps of each, without and with `--quick`."""
 SLOW_DISK = 0.5e9
 """Bytes per second of a disk of the SATA kind."""
 
@@ -97,9 +99,16 @@ def measure(settings: Settings) -> list[Table]:
             inputs=feeds,
         )
         records = run_ways(path, bundle, feeds, limit, settings)
-        tables.append(make_step_table(tokens, records, bundle, weight_bytes))
+        table = make_step_table(tokens, records, bundle, weight_bytes)
+        tables.append(replace(table, how=f"{describe_rounds(settings)} with {ROUNDS[settings.quick][1]} steps each"))
         openings += list_openings(records) if tokens == 1 else []
-    return [*tables, Table("Opening and the first token", openings)]
+    return [*tables, Table("Opening and the first token", openings, WAYS[0].what, describe_rounds(settings))]
+
+
+def describe_rounds(settings: Settings) -> str:
+    """Return how many processes of each way run."""
+    count = ROUNDS[settings.quick][0]
+    return f"medians of {count} process{'es' * (count > 1)}"
 
 
 def run_ways(path: Path, bundle: Bundle, feeds: Feeds, limit: int, settings: Settings) -> dict[str, Record]:
@@ -108,7 +117,7 @@ def run_ways(path: Path, bundle: Bundle, feeds: Feeds, limit: int, settings: Set
     given = settings.folder / "feeds.npz"
     np.savez(given, **dict[str, Any](feeds))
     records: dict[str, list[Record]] = {way.what: [] for way in WAYS}
-    rounds, steps = (1, 3) if settings.quick else (3, 10)
+    rounds, steps = ROUNDS[settings.quick]
     for number in range(rounds):
         for way in WAYS:
             if any("failure" in record for record in records[way.what]):
@@ -170,18 +179,20 @@ def make_step_table(tokens: int, records: Mapping[str, Record], bundle: Bundle, 
         memory = f"{record['anonymous_bytes'] / 1e6:,.0f} MB of its own" if record["anonymous_bytes"] else ""
         is_free = way.is_limited and not record["is_limited"]
         rows.append(Row(way.what, predicted, median, low, high, note="no group could be made" if is_free else memory))
-    if streamed / SLOW_DISK > (manifest.predicted.step_seconds or 0):
-        what = f"at least, with a disk of {SLOW_DISK / 1e9:.1f} GB/s"
-        rows.append(Row(what, streamed / SLOW_DISK, note="bytes over rate"))
+    what = f"bundle, with a disk of {SLOW_DISK / 1e9:.1f} GB/s"
+    rows.append(Row(what, streamed / SLOW_DISK, note="bytes over rate", is_bound=True))
     device, waits = manifest.devices[0], manifest.predicted.weight_wait_seconds or 0.0
-    sizes = (manifest.streams[0].pool_bytes, device.limit_bytes, device.peak_bytes)
-    pool, limit, peak = (f"{size / 1e6:,.0f} MB" for size in sizes)
+    pool_bytes = manifest.streams[0].pool_bytes
+    stay_bytes, value_bytes = device.weights_bytes - pool_bytes, device.peak_bytes - device.weights_bytes
+    sizes = (weight_bytes, streamed, stay_bytes, pool_bytes, value_bytes, device.peak_bytes, device.limit_bytes)
+    weights, read, stay, pool, values, peak, limit = (f"{size / 1e6:,.0f} MB" for size in sizes)
     remark = (
-        f"Weights: {weight_bytes / 1e6:,.0f} MB, of which {streamed / 1e6:,.0f} MB are read in each step, through a"
-        f" pool of {pool}. The device may use {limit} and needs {peak}. Predicted: {waits * 1e3:.1f} ms of the step"
-        " wait for weights."
+        f"Weights: {weights}, of which {read} are read in each step. The device holds {stay} of weights that stay, a"
+        f" pool of {pool} and {values} of values, in all {peak} of {limit} allowed. Of the rest, the table of"
+        " embeddings, ONNX Runtime maps the file and reads the rows that it needs. Predicted:"
+        f" {waits * 1e3:.1f} ms of the step wait for weights."
     )
-    return Table(f"{tokens} token{'s' * (tokens > 1)} after {PAST}", rows, WAYS[0].what, [remark])
+    return Table(f"{tokens} token{'s' * (tokens > 1)} after {PAST}", rows, WAYS[0].what, remarks=[remark])
 
 
 def list_openings(records: Mapping[str, Record]) -> list[Row]:

@@ -20,6 +20,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import numpy as np
 from _case import (
+    MEMORY_REQUESTS,
     BoundSession,
     Case,
     Row,
@@ -27,6 +28,7 @@ from _case import (
     Table,
     check_outputs,
     compile_case,
+    describe_limit,
     report_progress,
     run_case,
     time_calls,
@@ -55,6 +57,7 @@ CASE = Case(
 )
 
 CARDS = "cpu:0,cpu:1"
+BASELINE, ONE_CORE = "ONNX Runtime, both cores, I/O binding", "ONNX Runtime, one core, I/O binding"
 SIZES = {"layers": 8, "hidden": 1024, "heads": 16, "vocab": 8000, "positions": 1024}
 QUICK_SIZES = {"layers": 4, "hidden": 512, "heads": 8, "vocab": 1000, "positions": 1024}
 REQUEST = {"batch": 1, "seq": 1, "past": 256}
@@ -95,14 +98,11 @@ def measure_here(settings: Settings) -> list[Table]:
         for what, bundle in bundles.items():
             session = stack.enter_context(onnxplace.InferenceSession(bundle))
             calls[what] = partial(session.run, None, feeds)
-        whole = {
-            "ONNX Runtime, one core, I/O binding": BoundSession(path, feeds, threads=1),
-            "ONNX Runtime, both cores, I/O binding": BoundSession(path, feeds),
-        }
-        calls |= {what: session.run for what, session in whole.items()}
+        whole = {BASELINE: BoundSession(path, feeds), ONE_CORE: BoundSession(path, feeds, threads=1)}
+        calls = {**{what: session.run for what, session in whole.items()}, **calls}
         report_progress("measuring steps")
         timings = time_calls(calls, settings)
-        expected = whole["ONNX Runtime, one core, I/O binding"].fetch()
+        expected = whole[BASELINE].fetch()
         for what in bundles:
             check_outputs(what, dict(zip(expected, calls[what]())), expected)
     steps = [
@@ -112,8 +112,13 @@ def measure_here(settings: Settings) -> list[Table]:
     split, alone = (timings[what].seconds for what in ("layers, 70 %", "one card holds it"))
     price = f"The limit of 70 %, with whole layers, costs {split / alone - 1:+.0%} of the step with enough memory."
     return [
-        Table("Memory of each card: weights, caches and values", memory, remarks=[describe_limits(bundles)]),
-        Table("A token after 256", steps, "ONNX Runtime, one core, I/O binding", [price]),
+        Table(
+            "Memory of each card: weights, caches and values",
+            memory,
+            how=f"the most of a process with {MEMORY_REQUESTS} requests",
+            remarks=[describe_limits(bundles)],
+        ),
+        Table("A token after 256", steps, BASELINE, settings.how, [price]),
     ]
 
 
@@ -134,9 +139,9 @@ def list_memory(what: str, bundle: Bundle, feeds: Mapping[str, Any]) -> list[Row
     limits = {device.id: device.limit_bytes for device in bundle.manifest.devices}
     used = {device.id: device.peak_bytes for device in bundle.manifest.devices}
     rows = []
-    for index, use in enumerate(measure_usage(bundle, feeds, 3, True).devices):
+    for index, use in enumerate(measure_usage(bundle, feeds, MEMORY_REQUESTS, True).devices):
         measured = use.peak_bytes if used[use.id] else 0  # a card without work has no process to measure
-        note = f"limit {limits[use.id] / 1e6:,.1f} MB"
+        note = describe_limit(limits[use.id], measured)
         rows.append(Row(f"{what}: card {index}", used[use.id], measured, unit="bytes", note=note))
     return rows
 
@@ -167,14 +172,20 @@ def predict_elsewhere(settings: Settings) -> Table:
                 continue
             name = {"one device": "one card", "stages": "layers on two cards"}.get(item.name, "shared operators")
             what = f"{past:,} tokens in the cache, {name}"
-            held = "does not fit" if item.peak_bytes is None else f"{item.peak_bytes / 1e9:.1f} GB on the fuller card"
-            rows.append(Row(what, item.step_seconds, note=held))
+            rows.append(Row(what, item.step_seconds, note=describe_memory(item.peak_bytes, item.weight_bytes)))
         if fastest := plan.find_best()[0]:
             chosen.append(f"{past:,}: {fastest.name}")
     remarks = [f"Fastest at each length: {'; '.join(chosen)}. Nothing ran on these cards."]
     return Table(
         f"Estimated for {MACHINE}, one token", rows, remarks=remarks if settings.quick else [*remarks, COMPARISON]
     )
+
+
+def describe_memory(peak_bytes: int | None, weight_bytes: int | None) -> str:
+    """Return the memory of the card that needs more, and its share of weights, in words."""
+    if peak_bytes is None or weight_bytes is None:
+        return "does not fit"
+    return f"{peak_bytes / 1e9:.1f} GB on the fuller card, weights {weight_bytes / 1e9:.1f} GB"
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import onnx
 from _case import (
+    MEMORY_REQUESTS,
     BoundSession,
     Case,
     Feeds,
@@ -24,6 +25,7 @@ from _case import (
     Table,
     check_outputs,
     compile_case,
+    describe_limit,
     report_progress,
     run_case,
     time_calls,
@@ -111,16 +113,17 @@ def measure_memory(settings: Settings) -> Table:
         timed_row("onnxplace, within the limits", timings["bundle"], bundle.manifest.predicted.step_seconds),
         *list_memory(bundle, feeds),
     ]
-    return Table("Unequal memory, processor devices of this machine", rows, BASELINE)
+    how = f"times: {settings.how}; memory: the most of a process with {MEMORY_REQUESTS} requests"
+    return Table("Unequal memory, processor devices of this machine", rows, BASELINE, how)
 
 
 def list_memory(bundle: Bundle, feeds: Feeds) -> Iterator[Row]:
     """Yield the memory of each device: the predicted peak, and that of a process that runs its part alone."""
     report_progress("measuring memory")
     records = {device.id: device for device in bundle.manifest.devices}
-    for usage in measure_usage(bundle, feeds, 3, True).devices:
+    for usage in measure_usage(bundle, feeds, MEMORY_REQUESTS, True).devices:
         record = records[usage.id]
-        note = f"limit {record.limit_bytes / 1e6:.1f} MB, {record.nodes} nodes"
+        note = f"{describe_limit(record.limit_bytes, usage.peak_bytes)}, {record.nodes} nodes"
         yield Row(f"memory of {usage.id}", record.peak_bytes, usage.peak_bytes, unit="bytes", note=note)
 
 

@@ -78,7 +78,7 @@ def test_a_case_runs_and_its_tables_and_threads_are_on_the_page(name, case):
     assert tables
     for table in tables:
         assert f"<!-- {name}: {table.caption} -->" in PAGE
-        assert any(row.value is not None for row in table.rows)
+        assert any((row.measured, row.predicted) != (None, None) for row in table.rows)
         assert not table.baseline or table.baseline in {row.what for row in table.rows}
     for address in record["threads"].values():
         assert address in PAGE
@@ -88,7 +88,7 @@ def test_a_case_runs_and_its_tables_and_threads_are_on_the_page(name, case):
 def test_a_case_prints_its_thread_and_markdown():
     text = run("host_control", "--quick")
     assert text.startswith("# Shape and control nodes next to heavy compute (onnxruntime #23154)\n")
-    assert "| onnxplace, processor alone |" in text
+    assert "| onnxplace, one core |" in text
 
 
 # -------------------------------------------------------------------------------------------------------- the harness
@@ -96,7 +96,7 @@ def test_a_case_prints_its_thread_and_markdown():
 
 def test_a_table_has_errors_and_comparisons_and_leaves_empty_columns_out(case):
     rows = [case.Row("base", measured=0.02, low=0.01, high=0.03), case.Row("ours", 0.011, 0.01)]
-    text = case.format_table(case.Table("Times", rows, "base", ["A remark."]))
+    text = case.format_table(case.Table("Times", rows, "base", remarks=["A remark."]))
     assert text.splitlines() == [
         "Times:",
         "",
@@ -123,8 +123,35 @@ def test_figures_of_another_unit_than_the_baseline_are_not_compared(case):
     assert case.format_table(case.Table("Both", rows, "base")).splitlines()[-1].endswith("| 1.0 MB | - | - |")
 
 
+def test_a_prediction_is_compared_with_a_prediction_and_a_measurement_with_a_measurement(case):
+    rows = [case.Row("base", measured=0.02), case.Row("ours", 0.001, 0.01), case.Row("simulated", 0.001)]
+    lines = case.format_table(case.Table("Times", rows, "base")).splitlines()
+    assert [line.split(" | ")[-1] for line in lines[-3:]] == ["1.00x |", "2.00x |", "- |"]
+    rows = [case.Row("base", 0.02), case.Row("simulated", 0.01)]
+    assert case.format_table(case.Table("Times", rows, "base")).splitlines()[-1].endswith("| 2.00x |")
+
+
+def test_a_bound_is_marked_and_not_compared(case):
+    rows = [case.Row("base", 0.02, 0.02), case.Row("slow disk", 0.01, is_bound=True)]
+    line = case.format_table(case.Table("Times", rows, "base")).splitlines()[-1]
+    assert line == "| slow disk | at least 10.0 ms | - | - | - |"
+
+
+def test_a_caption_says_what_a_measured_figure_is(case, tmp_path):
+    how = case.Settings(False, tmp_path).how
+    table = case.Table("Times", [case.Row("base", measured=0.02)], how=how)
+    assert case.format_table(table).splitlines()[0] == "Times (medians of 60 calls, in turns):"
+
+
+@pytest.mark.parametrize(
+    ("measured", "text"), [(None, "limit 2.0 MB"), (2e6, "limit 2.0 MB"), (3e6, "limit 2.0 MB, exceeded")]
+)
+def test_memory_above_its_limit_is_named(case, measured, text):
+    assert case.describe_limit(2_000_000, measured) == text
+
+
 def test_tables_survive_json(case):
-    table = case.Table("Times", [case.Row("base", measured=0.02)], "base", ["A remark."])
+    table = case.Table("Times", [case.Row("base", measured=0.02)], "base", remarks=["A remark."])
     assert case.parse_tables(json.dumps({"tables": [case.asdict(table)]})) == [table]
 
 
