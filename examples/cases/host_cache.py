@@ -58,7 +58,7 @@ CASE = Case(
 LAYERS, PAST, TOKENS = 30, 128, 16
 STATE = ["present.*=past.*"]
 BASELINE = "one session, all cores, I/O binding: outputs become inputs"
-WITH_ARRAYS, WITH_STATES = "onnxplace, one core, arrays fed and fetched", "onnxplace, one core, --state"
+WITH_ARRAYS, WITH_STATES = "onnxplace, all cores, arrays fed and fetched", "onnxplace, all cores, --state"
 PUBLISHED = {"through the host": 30.8e-3, "kept": 8.8e-3}
 """Seconds a token in the first thread."""
 SPEECH_CORE_BYTES = 200e6

@@ -162,7 +162,7 @@ def compare_times(model: Path, batch: int, settings: Settings) -> list[Table]:
 
 
 def measure_processor(model: Path, batch: int, settings: Settings) -> Table:
-    """Return the times of plain sessions and of a bundle on one core."""
+    """Return the times of plain sessions and of a bundle."""
     feeds, shape = {"texts": make_texts(batch)}, {"batch": batch}
     here = compile_case(model, "processor", settings, devices="cpu:0", shape=shape)
     whole, single = BoundSession(model, feeds), BoundSession(model, feeds, threads=1)
@@ -173,7 +173,7 @@ def measure_processor(model: Path, batch: int, settings: Settings) -> Table:
     rows = [
         timed_row(BASELINE, timings["whole"]),
         timed_row("one session, one core", timings["single"]),
-        timed_row("onnxplace, one core", timings["bundle"], here.manifest.predicted.step_seconds),
+        timed_row("onnxplace, all cores", timings["bundle"], here.manifest.predicted.step_seconds),
     ]
     caption = f"{model.stem.capitalize()} encoder, this processor"
     return Table(caption, rows, BASELINE, settings.how, [f"A request has {describe_texts(batch)}."])
@@ -197,7 +197,7 @@ def simulate_gpu(model: Path, batch: int, settings: Settings) -> Table:
         )
     used = " and ".join(device.id for device in plan.devices if device.nodes)
     rows.append(Row(f"onnxplace, {GPU} and processor", seconds, note=f"{plan.transfers} copies, on {used}"))
-    caption = f"{model.stem.capitalize()} encoder, {GPU} and one core, simulated"
+    caption = f"{model.stem.capitalize()} encoder, {GPU} and this processor, simulated"
     return Table(caption, rows, ALONE, remarks=[f"A request has {describe_texts(batch)}."])
 
 

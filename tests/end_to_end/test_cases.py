@@ -88,7 +88,7 @@ def test_a_case_runs_and_its_tables_and_threads_are_on_the_page(name, case):
 def test_a_case_prints_its_thread_and_markdown():
     text = run("host_control", "--quick")
     assert text.startswith("# Shape and control nodes next to heavy compute (onnxruntime #23154)\n")
-    assert "| onnxplace, one core |" in text
+    assert "| onnxplace, all cores |" in text
 
 
 # -------------------------------------------------------------------------------------------------------- the harness
@@ -222,6 +222,24 @@ def test_half_of_the_layers_goes_to_each_device(case, tmp_path):
     assert blocks == {layer: "cpu:0" if layer < 6 else "cpu:1" for layer in range(12)}
     assert placed["embedding/tokens"] == "cpu:0"
     assert placed["pooled"] == "cpu:1"
+
+
+def test_each_device_keeps_the_cache_of_its_own_layers(case, tmp_path):
+    import host_cache
+
+    model = host_cache.decoder(layers=2, hidden=32, heads=2, vocab=16, positions=32)
+    host_cache.models.save(model, tmp_path / "decoder.onnx")
+    bundle = host_cache.compile_case(
+        tmp_path / "decoder.onnx",
+        "two",
+        case.Settings(True, tmp_path),
+        devices="cpu:0,cpu:1",
+        shape={"batch": 1, "seq": 1, "past": 8},
+        state=host_cache.STATE,
+        device_map={r"(decoder/block_1/|present\.1\.).*": "cpu:1", ".*": "cpu:0"},
+    )
+    places = {state.input: state.device for state in bundle.manifest.states}
+    assert places == {f"past.{layer}.{kind}": f"cpu:{layer}" for layer in (0, 1) for kind in ("key", "value")}
 
 
 @pytest.mark.slow
