@@ -84,7 +84,9 @@ def infer_specs(
         InfeasibleError: Even in parts, the model does not fit the devices.
     """
     where = format_path(model)
-    given, proto = read_device_metadata(model).sharded, parse_model(read_model_file(model), model)
+    proto = parse_model(read_model_file(model), model)
+    has_entries = any(node.device_configurations for node in proto.graph.node)
+    given = read_device_metadata(model).sharded if has_entries else {}
     ways = _count_devices(given, proto, where)
     files = list_weight_files(proto)
     copies = {} if _is_same_folder(model, output) else {output.parent / name: files[name] for name in files}

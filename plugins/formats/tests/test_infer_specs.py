@@ -399,7 +399,7 @@ def test_json_holds_the_result(run_cli):
 @pytest.mark.parametrize(
     ("axes", "devices", "options", "words"),
     [
-        ({}, 2, (), ("U023", "few.onnx", "no node of this model names a device")),
+        ({}, 2, (), ("U023", "few.onnx", "no node of this model has a sharding specification", "such as its products")),
         ({"up": {"x": 1, "w": 1}}, 2, (), ("U023", "few.onnx", "'up'", "'w'", "axis 1", "axis 0")),
         ({"act": {"h": 1, "a": 0}}, 2, (), ("U023", "'act'", "'a'", "it can: axis 1")),
         ({"up": {"w": 1}}, 2, ("--machine", "4xL4"), ("T005", "for 2 devices, and 4")),
