@@ -204,11 +204,15 @@ class GraphPicture {
       layout.setEdge(String(from), String(to), { weight: cut.size ? 1 : 2, ...label });
     }
     dagre.layout(layout);
-    return {
-      ...layout.graph(),
-      places: new Map(shown.map((row) => [row, layout.node(String(row))])),
-      lines: edges.map(({ from, to }) => layout.edge(String(from), String(to))),
-    };
+    const places = new Map(shown.map((row) => [row, layout.node(String(row))]));
+    const lines = edges.map(({ from, to }) => layout.edge(String(from), String(to)));
+    // dagre leaves room for boxes and labels alone; lines that run around them may be further out.
+    const points = lines.flatMap((line) => line.points);
+    const across = points.map(({ x }) => x);
+    const shift = Math.max(0, MARGIN - Math.min(...across));
+    for (const item of new Set([...places.values(), ...lines, ...points])) if (item.x !== undefined) item.x += shift;
+    const { width, height } = layout.graph();
+    return { width: Math.max(width, Math.max(...across) + MARGIN) + shift, height, places, lines };
   }
 
   // Rows of boxes, each below all that it reads, in the width of the frame; edges run behind boxes.
