@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # before ONNX Runtime is imported
-sys.path.insert(0, str(Path(__file__).parents[1]))  # the examples, whose models some cases use
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # some cases use the models of both folders
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 import onnxruntime

@@ -11,7 +11,6 @@ to one file of weights.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +18,9 @@ from typing import Any
 
 import numpy as np
 import onnx
+from _streaming_models import Network, UNet, Weights
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-from _streaming_models import Network, UNet, Weights
 
 TOKENS = 77
 OPSET, IR_VERSION = 23, 11

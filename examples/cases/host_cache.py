@@ -9,7 +9,6 @@ save, since its memory is the host's; the second table prices the same for the G
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +31,7 @@ from _case import (
     time_calls,
     timed_row,
 )
+from machines import declared_weights, place_weights
 from numpy.typing import NDArray
 
 import models
@@ -40,10 +40,6 @@ from decoder import decoder
 from onnxplace.target import Device, Target
 from onnxplace.target.machines import parse_machine
 from onnxplace.target.target import default_link
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-from machines import declared_weights, place_weights
 
 CASE = Case(
     "Sixty cache tensors that go through the host at each token",

@@ -21,8 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
 import numpy as np
 import onnxruntime
 from _case import Case, Feeds, Row, Settings, Table, check_outputs, compile_case, report_progress, run_case

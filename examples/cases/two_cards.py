@@ -9,14 +9,11 @@ with as many bytes as the one of the thread is planned for two cards of 32 GB, b
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import numpy as np
 from _case import (

@@ -9,7 +9,6 @@ halves do not fit the smaller one. Unequal speeds are simulated, since the cores
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from _case import (
     time_calls,
     timed_row,
 )
+from machines import declared_weights, place_weights
 
 import models
 import onnxplace
@@ -47,10 +47,6 @@ from onnxplace.state import State
 from onnxplace.target import Target
 from onnxplace.target.machines import parse_machine
 from transformer import transformer
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-from machines import declared_weights, place_weights
 
 CASE = Case(
     "Unequal devices",

@@ -71,7 +71,7 @@ def read_device_metadata(path: Path) -> DeviceMetadata:
     proto = parse_model(read_model_file(path), path)
     nodes = canonicalize(proto, path.name, path.parent).nodes
     configuration = proto.configuration[0] if proto.configuration else None
-    count = max((max(item.num_devices, len(item.device)) for item in proto.configuration[:1]), default=1 << 31)
+    count = max(configuration.num_devices, len(configuration.device)) if configuration else 1 << 31
     by_position, by_stage = dict[str, int](), dict[str, int]()
     by_id, split, sharded = dict[str, str](), list[str](), dict[str, ShardedNode]()
     for node in nodes:

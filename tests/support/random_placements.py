@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as OutOfTime
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,13 +14,14 @@ from typing import Any, ClassVar
 from unittest import mock
 
 import numpy as np
-from hypothesis import strategies as st
+from hypothesis import assume, strategies as st
 from onnx import ModelProto
 
 import onnxplace
 import onnxplace.runtimes.execution.segments as runtime
 from onnxplace.bundle.bundle import Bundle
 from onnxplace.driver.compile import compile_model
+from onnxplace.export.exporting import export_bundle
 from onnxplace.facts import Placement, Profile, Schedule
 from onnxplace.machine.ort_sessions import Level, make_session_options
 from onnxplace.passes.coplace import Coplace
@@ -32,7 +35,7 @@ from onnxplace.problem import commit_placement, placement_problem
 from onnxplace.state import Pass, State
 from onnxplace.target.target import Device, Target
 from tests.support.fault_checks import HUNG_SECONDS
-from tests.support.random_models import Feeds
+from tests.support.random_models import Feeds, RandomModel, reference
 
 DEVICES = 4
 
@@ -87,6 +90,22 @@ def compiled_with(
         proto, folder / "bundle", target=Target(devices), shape=dimensions, pipeline=Pipeline(steps)
     )
     return compiled.bundle
+
+
+@contextmanager
+def exported_with(
+    model: RandomModel, placement: RandomPlacement, to: str, *, optimized: bool
+) -> Iterator[tuple[Bundle, Path, list[list[Any]]]]:
+    """Yield a bundle, its export in this format, and the outputs of the model; leave out what ONNX Runtime refuses."""
+    try:
+        expected = reference(model.proto, model.feeds)
+    except Exception:  # noqa: BLE001 - ONNX Runtime raises its own unrelated types
+        assume(False)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        bundle = compiled_with(model.proto, placement, folder, optimized=optimized, dimensions=model.dimensions)
+        export_bundle(bundle, to, folder / "out")
+        yield bundle, folder / "out", expected
 
 
 def run_together(bundle: Bundle, feeds: Sequence[Feeds], level: Level = "all") -> list[list[Any]]:

@@ -19,10 +19,8 @@ from onnxplace.export.exporting import note_plans, note_routes
 from onnxplace.export.merging import build_whole_model, collect_initializers
 from onnxplace.export.segment_models import BundleModels
 from onnxplace.model.device_metadata import CONFIGURATION, DEVICE_KEY, MIN_IR_VERSION
-from onnxplace.model.model import MAX_INLINE_BYTES
-from onnxplace.model.tensors import tensor_size
 from onnxplace.model.weights import WeightFile
-from onnxplace_formats.segment_files import list_producers
+from onnxplace_formats.segment_files import drop_metadata, list_producers, write_model
 
 MODEL_FILE = "model.onnx"
 SEGMENT_KEY = "onnxplace.segment"
@@ -43,12 +41,7 @@ def write_annotated_model(models: BundleModels, folder: Path) -> tuple[Diagnosti
         annotate_nodes(proto, models)
         return proto
 
-    if sum(map(tensor_size, initializers)) > MAX_INLINE_BYTES:
-        with WeightFile(folder / f"{MODEL_FILE}.data", f"{MODEL_FILE}.data") as weights:
-            proto = build(weights)
-    else:
-        proto = build(None)
-    (folder / MODEL_FILE).write_bytes(proto.SerializeToString())
+    write_model(folder / MODEL_FILE, initializers, build)
     notes = note_routes(models.manifest, "onnx-metadata") + note_plans(models.manifest, "onnx-metadata")
     if models.manifest.sharding is None or with_layouts:
         return notes
@@ -79,9 +72,8 @@ def annotate_nodes(proto: ModelProto, models: BundleModels) -> None:
     proto.ir_version = max(proto.ir_version, MIN_IR_VERSION)
     proto.configuration.append(DeviceConfigurationProto(name=CONFIGURATION, num_devices=len(devices), device=devices))
     for node in proto.graph.node:
-        others = [entry for entry in node.metadata_props if entry.key not in (DEVICE_KEY, SEGMENT_KEY)]
-        del node.device_configurations[:], node.metadata_props[:]
-        node.metadata_props.extend(others)
+        drop_metadata(node, (DEVICE_KEY, SEGMENT_KEY))
+        del node.device_configurations[:]
         if (record := segment_of.get(node.name)) is None:  # it only renames an output
             continue
         entry = node.device_configurations.add(configuration_id=CONFIGURATION, pipeline_stage=stages[record.id])

@@ -12,16 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from onnx import ModelProto, NodeProto
+from onnx import ModelProto
 
 from onnxplace.bundle.bundle import COSTS_FILE
 from onnxplace.errors import Diagnostic, InputError, format_names
 from onnxplace.export.exporting import note_plans, note_routes, require_one_host
 from onnxplace.export.merging import build_whole_model, collect_initializers
 from onnxplace.export.segment_models import BundleModels
-from onnxplace.model.model import MAX_INLINE_BYTES
 from onnxplace.model.nested_graphs import walk_nodes
-from onnxplace.model.tensors import tensor_size
 from onnxplace.model.weights import WeightFile
 from onnxplace.target.target import Device, count_cores_by_processor
 from onnxplace.utils.files import read_json
@@ -29,6 +27,7 @@ from onnxplace.utils.quantities import format_milliseconds
 from onnxplace_formats.memory_stats import collect_memory, format_stats, measure_weights
 from onnxplace_formats.one_session import OneSession
 from onnxplace_formats.ort_providers import describe_providers, designate, explain_conflict, orders_host_first
+from onnxplace_formats.segment_files import drop_metadata, write_model
 from onnxplace_formats.session_prediction import predict_session
 
 TO = "ort-layers"
@@ -61,12 +60,7 @@ def write_layers(models: BundleModels, folder: Path) -> tuple[Diagnostic, ...]:
         annotate_layers(proto, models)
         return proto
 
-    if sum(map(tensor_size, initializers)) > MAX_INLINE_BYTES:
-        with WeightFile(folder / f"{MODEL_FILE}.data", f"{MODEL_FILE}.data") as weights:
-            proto = build(weights)
-    else:
-        proto = build(None)
-    (folder / MODEL_FILE).write_bytes(proto.SerializeToString())
+    proto = write_model(folder / MODEL_FILE, initializers, build)
     settings = describe_session(devices, any(segment.record.keeps_order for segment in models.segments))
     (folder / SETTINGS_FILE).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
     shutil.copyfile(Path(__file__).with_name("run_layers.py"), folder / SCRIPT_FILE)
@@ -96,18 +90,12 @@ def annotate_layers(proto: ModelProto, models: BundleModels) -> None:
     device_of = {node.name: item.record.device for item in models.segments for node in item.proto.graph.node}
     home = dict[str, str]()  # of each value
     for node in walk_nodes(proto.graph.node):
-        _clear(node)
+        drop_metadata(node, (LAYER_KEY,))
     for node in proto.graph.node:
         # A node that only renames an output belongs to no segment.
         if device := device_of.get(node.name) or next((home[name] for name in node.input if name in home), ""):
             node.metadata_props.add(key=LAYER_KEY, value=device)
             home.update(dict.fromkeys(node.output, device))
-
-
-def _clear(node: NodeProto) -> None:
-    others = [entry for entry in node.metadata_props if entry.key != LAYER_KEY]
-    del node.metadata_props[:]
-    node.metadata_props.extend(others)
 
 
 def describe_session(devices: Sequence[Device], keeps_order: bool = False) -> dict[str, Any]:

@@ -1,15 +1,17 @@
-"""Segments of a bundle as ONNX files, and which others each of them reads."""
+"""Segments of a bundle, and models made of all of them, as ONNX files; and which others each segment reads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from copy import deepcopy
 from pathlib import Path
 
-from onnx import ModelProto
+from onnx import ModelProto, NodeProto, TensorProto
 
 from onnxplace.bundle.manifest import Manifest, SegmentRecord
 from onnxplace.export.segment_models import BundleModels, SegmentModel
+from onnxplace.model.model import MAX_INLINE_BYTES
+from onnxplace.model.tensors import tensor_size
 from onnxplace.model.weights import WeightFile
 from onnxplace.utils.progress import progress_part
 
@@ -29,6 +31,30 @@ def write_segment_files(folder: Path, segments: Iterable[tuple[str, BundleModels
         is_empty = not weights.bytes_written
     if is_empty:
         weights_path.unlink()
+
+
+def write_model(
+    path: Path, initializers: Iterable[TensorProto], build: Callable[[WeightFile | None], ModelProto]
+) -> ModelProto:
+    """Write a model with these initializers, and return it; where they are large, in a file next to it.
+
+    `build` returns the model, and gets that file of weights, or None for a model that has them.
+    """
+    if sum(map(tensor_size, initializers)) > MAX_INLINE_BYTES:
+        data = path.with_name(f"{path.name}.data")
+        with WeightFile(data, data.name) as weights:
+            proto = build(weights)
+    else:
+        proto = build(None)
+    path.write_bytes(proto.SerializeToString())
+    return proto
+
+
+def drop_metadata(node: NodeProto, keys: Collection[str]) -> None:
+    """Remove the entries with these keys from the metadata of a node."""
+    others = [entry for entry in node.metadata_props if entry.key not in keys]
+    del node.metadata_props[:]
+    node.metadata_props.extend(others)
 
 
 def build_segment(models: BundleModels, segment: SegmentModel, weights: WeightFile) -> ModelProto:

@@ -5,7 +5,6 @@ import re
 import runpy
 import subprocess
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from hypothesis import HealthCheck, assume, given, settings, strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from onnx import parser
 
 from models import MODELS
@@ -32,8 +31,8 @@ from onnxplace_formats.session_prediction import predict_session
 from tests.export.conftest import DECODER_SHAPE
 from tests.export.samples import assert_same_outputs, draw_feeds, run_file
 from tests.support.commands import node_names, only_json
-from tests.support.random_models import RandomModel, random_models, reference, run_plain
-from tests.support.random_placements import RandomPlacement, assert_same, compiled_with, placements
+from tests.support.random_models import RandomModel, random_models, run_plain
+from tests.support.random_placements import RandomPlacement, assert_same, exported_with, placements
 
 LAYER, NAME = "session.layer_assignment_settings", "session.name_based_layer_assignment"
 GIB = 1 << 30
@@ -314,16 +313,9 @@ def test_devices_that_share_no_session_are_refused_with_the_reason(first, second
 def test_an_export_computes_the_same_as_the_model_in_every_split(
     model: RandomModel, placement: RandomPlacement, optimized: bool
 ):
-    try:
-        expected = reference(model.proto, model.feeds)
-    except Exception:  # noqa: BLE001 - ONNX Runtime raises its own unrelated types
-        assume(False)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        bundle = compiled_with(model.proto, placement, folder, optimized=optimized, dimensions=model.dimensions)
-        export_bundle(bundle, "ort-layers", folder / "out")
-        assert_same(run_plain(folder / "out" / "model.onnx", model.feeds), expected)
-        layers = list_layers(onnx.load(folder / "out" / "model.onnx").graph.node).values()
+    with exported_with(model, placement, "ort-layers", optimized=optimized) as (bundle, out, expected):
+        assert_same(run_plain(out / "model.onnx", model.feeds), expected)
+        layers = list_layers(onnx.load(out / "model.onnx").graph.node).values()
         assert set(layers) <= {segment.device for segment in bundle.manifest.segments} | {None}
 
 
