@@ -126,16 +126,18 @@ def predict_interval_seconds(manifest: Manifest) -> float:
     the time is at least `predict_serial_seconds`. A device's weights come for one request after the other.
     """
     target, graph, routes = manifest.target.target(), build_segment_graph(manifest), list_routes(manifest)
-    loads = []
+    loads, bounds, order = [], [predict_serial_seconds(manifest)], np.arange(len(graph), dtype=np.int32)
     for route in routes:
         home = [target.position(route.devices[segment.device]) for segment in manifest.segments]
         seconds = np.array([route.seconds[segment.id] for segment in manifest.segments])
         device = np.array(home, dtype=np.int32)
         table = np.broadcast_to(seconds, (len(target.devices), len(seconds)))
         streamed = np.bincount(device, list_load_seconds(manifest, route), len(target.devices))
-        loads.append({**steady_state_loads(graph, table, target, device).by_resource, "reads weights": streamed})
+        load = steady_state_loads(graph, table, target, device, order=order)
+        loads.append({**load.by_resource, "reads weights": streamed})
+        bounds.append(route.share * load.cycle_seconds)
     totals = [sum(route.share * load[kind] for route, load in zip(routes, loads)) for kind in loads[0]]
-    bounds = [float(max(np.max(total) for total in totals)), predict_serial_seconds(manifest)]
+    bounds += [float(np.max(total)) for total in totals]
     if manifest.streams and len(list_route_devices(manifest)) == 1:  # nothing overlaps with its waits for weights
         bounds.append(simulate_manifest(manifest).makespan_seconds)
     return max(bounds)

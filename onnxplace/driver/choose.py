@@ -560,7 +560,9 @@ def _choose_rates(fitting: Sequence[Candidate]) -> list[Candidate]:
     ranked = sorted(fitting, key=lambda item: item.interval_seconds)
     best_of_kinds = [next((item for item in ranked if item.strategy.kind == kind), None) for kind in TRIED_KINDS]
     close = [item for item in ranked if item.interval_seconds <= ranked[0].interval_seconds * TRIED_RATIO]
-    tried = {item.name: item for item in (ranked[0], *best_of_kinds, *close) if item is not None}
+    tried = dict[tuple[object, ...], Candidate]()
+    for item in filter(None, (ranked[0], *best_of_kinds, *close)):  # stages that need not be contiguous may be so
+        tried.setdefault((item.strategy.kind, item.strategy.groups, item.state[Placement].device.tobytes()), item)
     return [*tried.values()][:MAX_TRIED]
 
 

@@ -21,7 +21,8 @@ from onnxplace.target.target import Device, Link, Shared, Target
 
 def load(*compute: float) -> Loads:
     nothing = np.zeros(len(compute))
-    return Loads(np.array(compute), nothing, nothing, "duplex", "max", np.eye(len(compute), dtype=bool))
+    own = np.eye(len(compute), dtype=bool)
+    return Loads(np.array(compute), nothing, nothing, "duplex", "max", own, np.where(own, np.diag(compute), -np.inf))
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,7 @@ def test_one_route_has_the_interval_of_its_loads(seed, count):
     graph, seconds = state[Profile].graph, device_seconds(state[Profile], state.target)
     device = np.random.default_rng(seed).integers(0, count, len(graph)).astype(np.int32)
     rates = predict_request_rates(graph, seconds, state.target, [device])
-    loads = steady_state_loads(graph, seconds, state.target, device)
+    loads = steady_state_loads(graph, seconds, state.target, device, order=graph.order)
     assert rates.interval_seconds == pytest.approx(loads.interval_seconds)
     assert rates.limit == loads.largest[1]
     assert rates.shares.tolist() == [1]
