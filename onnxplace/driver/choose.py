@@ -12,6 +12,7 @@ described. `decide` is the loop over them. Plugins may have objectives of their 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -19,6 +20,7 @@ from typing import Literal
 
 import numpy as np
 
+from onnxplace.bundle.manifest import Predicted
 from onnxplace.driver.candidates import (
     Candidate,
     InfeasibleStrategy,
@@ -36,6 +38,7 @@ from onnxplace.driver.candidates import (
 from onnxplace.errors import Diagnostic, Figure, InfeasibleError, format_names
 from onnxplace.facts import Placement, Profile, Recomputation, Routes, Shards, Streaming
 from onnxplace.measure.rate_trial import RateTrial
+from onnxplace.measure.trial import Trial
 from onnxplace.model.model import Model
 from onnxplace.passes.profiling.streamed_nodes import MIN_STREAMED_BYTES
 from onnxplace.pipeline.pipeline import Observer, Timing
@@ -432,7 +435,7 @@ TRIED_RATIO = 1.1
 TRIED_KINDS = ("copies", "stages")
 # Predictions in the note.
 MAX_LISTED_STRATEGIES = 5
-# A plain session is clearly faster below this ratio of intervals; it was not timed in the same turns.
+# A plain session is clearly faster below this ratio of times; it was not timed in the same turns.
 CLEAR_PLAIN_RATIO = 0.9
 # Up to this number of devices, all ways to share them among stages are listed; beyond, only even ones.
 MAX_PARTITIONED_DEVICES = 8
@@ -595,16 +598,17 @@ def format_rate(interval_seconds: float) -> str:
     return f"{1 / interval_seconds:{form}}" if interval_seconds > 0 else "no bound"
 
 
-def report_plain_session(trial: RateTrial, predicted_seconds: float) -> list[Diagnostic]:
-    """Return a note if a trial measured that one session of ONNX Runtime with all cores is clearly faster.
+def report_plain_session(rate: RateTrial, step: Trial, predicted: Predicted) -> list[Diagnostic]:
+    """Return a note if one session of ONNX Runtime with all cores, in the trial of the step, is clearly faster.
 
-    Other programs slow several devices more than one session: if they did, it is also faster than `predicted_seconds`.
+    That is no choice where no device holds the model. Other programs slow several devices more than one session: if
+    they did, it is also faster than predicted.
     """
-    if not 0 < trial.plain_seconds < CLEAR_PLAIN_RATIO * trial.interval_seconds:
+    limit = predicted.interval_seconds if rate.is_doubtful else math.inf
+    plain_seconds = step.plain.all_cores_seconds if step.plain and predicted.single_device_fits else math.inf
+    if plain_seconds >= min(CLEAR_PLAIN_RATIO * rate.interval_seconds, limit):
         return []
-    if trial.is_doubtful and trial.plain_seconds > predicted_seconds:
-        return []
-    rates = f"{format_rate(trial.plain_seconds)} requests/s, this bundle {format_rate(trial.interval_seconds)}"
+    rates = f"{format_rate(plain_seconds)} requests/s, this bundle {format_rate(rate.interval_seconds)}"
     message = f"one onnxruntime session with all cores is faster: {rates}"
     hint = "run the model itself with onnxruntime, or join small requests to batches (docs/serving.md)"
     return [Diagnostic("P048", message, where="throughput", hint=hint)]

@@ -108,7 +108,7 @@ def finish_bundle(
     bundle = kept.bundle
     manifest = bundle.manifest if step is None else apply_trial(bundle.manifest, step)
     if comparison in ("steps", "requests in flight"):
-        faster = report_plain_session(rate, manifest.predicted.interval_seconds) if rate else []
+        faster = report_plain_session(rate, step, manifest.predicted) if rate and step else []
     else:
         faster = [] if has_compared else _report_faster_device(kept, manifest.step_seconds, step)
     manifest = manifest if rate is None else apply_rate_trial(manifest, rate)
@@ -276,7 +276,13 @@ class _Trials:
         fastest = min(trial.interval_seconds for trial in trials)
         if trial is None or stages is None or trial.interval_seconds > BALANCED_RATIO * fastest:
             return None
-        balanced = _balance(stages, trial)
+        base = stages.profiled.state
+        profile = _scale_costs(base[Profile], _measure_ratios(stages, trial))
+        # However balanced, all devices together take as long as the nodes do where they are fastest.
+        least = np.min([profile.seconds[device.cost_class] for device in base.target.devices], axis=0).sum()
+        if least / len(base.target.devices) >= CLEAR_BALANCED_RATIO * fastest:
+            return None
+        balanced = _balance(stages, profile)
         is_changed = balanced.state[Placement].device.tolist() != stages.state[Placement].device.tolist()
         return balanced.write(self._staging.sibling_path("balanced")) if is_changed else None
 
@@ -343,14 +349,16 @@ def _place_on_all_cores(several: Candidate) -> Candidate:
     return predict(place_on_one_device(several.profiled), replace(several.profiled, state=state))
 
 
-def _balance(stages: Candidate, trial: RateTrial) -> Candidate:
+def _scale_costs(profile: Profile, scale: Floats) -> Profile:
+    """Return a profile whose nodes take `scale` times as long, where they are not refused."""
+    return replace(
+        profile, seconds={kind: np.where(is_refused(own), own, own * scale) for kind, own in profile.seconds.items()}
+    )
+
+
+def _balance(stages: Candidate, scaled: Profile) -> Candidate:
     """Return the stages placed by costs that are scaled to what each segment took with requests in flight."""
     base = stages.profiled.state
-    profile, scale = base[Profile], _measure_ratios(stages, trial)
-    scaled_seconds = {
-        kind: np.where(is_refused(seconds), seconds, seconds * scale) for kind, seconds in profile.seconds.items()
-    }
-    scaled = replace(profile, seconds=scaled_seconds)
     placing = tuple(step for step in stages.strategy.passes if Segments not in step.provides)
     after, _ = Pipeline(placing).run(base.with_facts(scaled))
     grouped = base.with_facts(after[Groups]) if Groups in after else base

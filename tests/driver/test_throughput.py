@@ -15,7 +15,7 @@ from onnxplace.driver.compile import compile_model
 from onnxplace.errors import ExecutionError, InfeasibleError
 from onnxplace.measure import trial as step_trial
 from onnxplace.measure.rate_trial import RateTrial
-from onnxplace.measure.trial import count_process_bytes
+from onnxplace.measure.trial import PlainTimes, count_process_bytes
 from onnxplace.passes import profile
 from onnxplace.passes.profiling.roofline import PeakRates
 from onnxplace.reports.text import compile_summary
@@ -69,12 +69,17 @@ def measured(monkeypatch, short_trials):
                 in_flight=in_flight,
                 requests=8,
                 waiting=rules["waiting"],
-                plain_seconds=rules["plain"],
             )
             for bundle, interval in zip(bundles, rules["intervals"](bundles))
         )
 
+    def run_steps(bundles, feeds, **options):
+        found = step_trial.run_trials(bundles, feeds, **options)
+        plain = PlainTimes(1.0, rules["plain"], 1.0, 1.0)
+        return tuple(replace(trial, plain=plain if rules["plain"] else None) for trial in found)
+
     monkeypatch.setattr(trials, "run_rate_trials", run)
+    monkeypatch.setattr(trials, "run_trials", run_steps)
     rules["calls"] = calls
     return rules
 
