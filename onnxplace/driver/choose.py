@@ -12,7 +12,6 @@ described. `decide` is the loop over them. Plugins may have objectives of their 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -20,7 +19,6 @@ from typing import Literal
 
 import numpy as np
 
-from onnxplace.bundle.manifest import Predicted
 from onnxplace.driver.candidates import (
     Candidate,
     InfeasibleStrategy,
@@ -38,7 +36,6 @@ from onnxplace.driver.candidates import (
 from onnxplace.errors import Diagnostic, Figure, InfeasibleError, format_names
 from onnxplace.facts import Placement, Profile, Recomputation, Routes, Shards, Streaming
 from onnxplace.measure.rate_trial import RateTrial
-from onnxplace.measure.trial import Trial
 from onnxplace.model.model import Model
 from onnxplace.passes.profiling.streamed_nodes import MIN_STREAMED_BYTES
 from onnxplace.pipeline.pipeline import Observer, Timing
@@ -598,17 +595,16 @@ def format_rate(interval_seconds: float) -> str:
     return f"{1 / interval_seconds:{form}}" if interval_seconds > 0 else "no bound"
 
 
-def report_plain_session(rate: RateTrial, step: Trial, predicted: Predicted) -> list[Diagnostic]:
-    """Return a note if one session of ONNX Runtime with all cores, in the trial of the step, is clearly faster.
+def report_plain_session(trial: RateTrial, plain_seconds: float, predicted_seconds: float) -> list[Diagnostic]:
+    """Return a note if one session of ONNX Runtime with all cores, measured without others, is clearly faster.
 
-    That is no choice where no device holds the model. Other programs slow several devices more than one session: if
-    they did, it is also faster than predicted.
+    Other programs slow several devices more than one session: if they did, it is also faster than `predicted_seconds`.
     """
-    limit = predicted.interval_seconds if rate.is_doubtful else math.inf
-    plain_seconds = step.plain.all_cores_seconds if step.plain and predicted.single_device_fits else math.inf
-    if plain_seconds >= min(CLEAR_PLAIN_RATIO * rate.interval_seconds, limit):
+    if plain_seconds >= CLEAR_PLAIN_RATIO * trial.interval_seconds:
         return []
-    rates = f"{format_rate(plain_seconds)} requests/s, this bundle {format_rate(rate.interval_seconds)}"
+    if trial.is_doubtful and plain_seconds > predicted_seconds:
+        return []
+    rates = f"{format_rate(plain_seconds)} requests/s, this bundle {format_rate(trial.interval_seconds)}"
     message = f"one onnxruntime session with all cores is faster: {rates}"
     hint = "run the model itself with onnxruntime, or join small requests to batches (docs/serving.md)"
     return [Diagnostic("P048", message, where="throughput", hint=hint)]

@@ -31,10 +31,8 @@ from onnxplace.utils.progress import report_progress
 MAX_REQUESTS_IN_FLIGHT = 8
 # A worker waits for its core while the thread that submits requests uses it, and longer if other programs do, too.
 MAX_WAITING_SHARE = 0.1
-# Rounds of turns at most, and the least time and results of a turn that count.
+# Rounds of turns at most, and the least time of a turn that counts.
 TURNS, TURN_SECONDS = 5, 0.25
-# Results that count in a turn, for each request in flight.
-RESULTS_PER_REQUEST = 1
 # Undisturbed turns of one bundle differ by up to this share. A bundle that is further behind in a round is out.
 TURN_NOISE = 0.05
 
@@ -123,18 +121,17 @@ class RequestStream:
             began, _ = self._await_result()
             self._submit()
         events: list[Sequence[Event]] = []
-        stopwatch, last, results = Stopwatch(_read_worker_delays), began, 0
-        while results < RESULTS_PER_REQUEST * self._in_flight or last - began < TURN_SECONDS:
+        stopwatch, last = Stopwatch(_read_worker_delays), began
+        while not events or last - began < TURN_SECONDS:
             # Whole rounds: results of copies come in groups.
             for _ in range(self._in_flight):
                 last, result = self._await_result()
                 self._submit()
-                results += 1
                 events.append(result.events)
         stopwatch.stop()
         for _ in range(self._in_flight):
             self._await_result()
-        return Turn(last - began, results, tuple(events), max(stopwatch.waiting_share, 0.0))
+        return Turn(last - began, len(events), tuple(events), max(stopwatch.waiting_share, 0.0))
 
     def _submit(self) -> None:
         future = self._start()
