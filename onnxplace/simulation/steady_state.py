@@ -100,8 +100,7 @@ class Loads:
     @property
     def interval_seconds(self) -> float:
         """Return the time between two results in steady state: the largest load, or the waits for values."""
-        loads = max(float(loads.max()) for loads in self.by_resource.values())
-        return max(loads, self.cycle_seconds)
+        return max(add_routes([self], [1.0]).values())
 
     @property
     def largest(self) -> tuple[int, str]:
@@ -141,6 +140,13 @@ def steady_state_loads(
     )
 
 
+def add_routes(loads: Sequence[Loads], shares: Sequence[float]) -> dict[str, float]:
+    """Return, per activity, the largest load of a resource if routes take these shares of the requests."""
+    tables = [load.by_resource for load in loads]
+    totals = {name: float((np.array(shares) @ [table[name] for table in tables]).max()) for name in tables[0]}
+    return totals | {WAITS: max(totals[WAITS], *(share * load.cycle_seconds for share, load in zip(shares, loads)))}
+
+
 def _measure_spans(graph: OpGraph, own_seconds: Floats, target: Target, device: Ints, order: Sequence[int]) -> Floats:
     """Return the longest paths between devices, as `Loads.span_seconds` has them, over nodes in this order."""
     latency, per_byte = target.link_arrays()
@@ -151,8 +157,7 @@ def _measure_spans(graph: OpGraph, own_seconds: Floats, target: Target, device: 
         home, start = device[node], device_ends[device[node]]
         for value in graph.inputs[node]:
             if (producer := graph.producer[value]) >= 0:
-                link = device[producer], home
-                transfer_seconds = latency[link] + graph.value_bytes[value] * per_byte[link]
+                transfer_seconds = (latency + graph.value_bytes[value] * per_byte)[device[producer], home]
                 start = np.maximum(start, node_ends[producer] + transfer_seconds)
         node_ends[node] = device_ends[home] = start + own_seconds[node]
     # Without waits, a span is what a device computes, which is then to be the larger one of the two.
@@ -221,9 +226,7 @@ def predict_request_rates(graph: OpGraph, seconds: Floats, target: Target, devic
         busy = (busy + np.minimum(compute, 1.0)) / 2 if previous else np.minimum(compute, 1.0)
     shares = rates / total if total > 0 else np.full(len(devices), 1 / len(devices))
     route_seconds = tuple(np.asarray(slowed[device, nodes]) for device in devices)
-    by_resource = [load.by_resource for load in loads]
-    totals = {name: float((shares @ [loads[name] for loads in by_resource]).max()) for name in by_resource[0]}
-    totals[WAITS] = max(totals[WAITS], *(share * load.cycle_seconds for share, load in zip(shares.tolist(), loads)))
+    totals = add_routes(loads, shares.tolist())
     limit = max(totals, key=lambda name: totals[name])
     return RequestRates(shares, interval, route_seconds, busy, limit)
 
