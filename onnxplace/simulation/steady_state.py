@@ -150,16 +150,17 @@ def add_routes(loads: Sequence[Loads], shares: Sequence[float]) -> dict[str, flo
 def _measure_spans(graph: OpGraph, own_seconds: Floats, target: Target, device: Ints, order: Sequence[int]) -> Floats:
     """Return the longest paths between devices, as `Loads.span_seconds` has them, over nodes in this order."""
     latency, per_byte = target.link_arrays()
+    reads, producer = graph.inputs, graph.producer[graph.inputs.items]
+    link = device[producer], device[reads.rows]
+    transfer_seconds = latency[link] + graph.value_bytes[reads.items] * per_byte[link]
+    delay = np.where(producer >= 0, transfer_seconds, -np.inf)[:, None]  # inputs of the model are there from the start
     # Per node, and per device the last node so far: when it ends after the start of each device's part.
-    node_ends = np.empty((len(graph), len(latency)))
+    node_ends = np.zeros((len(graph), len(latency)))
     device_ends = np.where(np.eye(len(latency), dtype=bool), 0.0, -np.inf)
     for node in order:
-        home, start = device[node], device_ends[device[node]]
-        for value in graph.inputs[node]:
-            if (producer := graph.producer[value]) >= 0:
-                transfer_seconds = (latency + graph.value_bytes[value] * per_byte)[device[producer], home]
-                start = np.maximum(start, node_ends[producer] + transfer_seconds)
-        node_ends[node] = device_ends[home] = start + own_seconds[node]
+        home, own = device[node], slice(reads.starts[node], reads.starts[node + 1])
+        arrival = (node_ends[producer[own]] + delay[own]).max(axis=0, initial=-np.inf)
+        node_ends[node] = device_ends[home] = np.maximum(device_ends[home], arrival) + own_seconds[node]
     # Without waits, a span is what a device computes, which is then to be the larger one of the two.
     return np.asarray(device_ends.T * (1 - RATE_TOLERANCE))
 
