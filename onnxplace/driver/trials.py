@@ -278,10 +278,7 @@ class _Trials:
         if trial is None or stages is None or trial.interval_seconds > BALANCED_RATIO * fastest:
             return None
         balanced = _balance(stages, trial, CLEAR_BALANCED_RATIO * fastest)
-        if balanced is None:
-            return None
-        is_changed = balanced.state[Placement].device.tolist() != stages.state[Placement].device.tolist()
-        return balanced.write(self._staging.sibling_path("balanced")) if is_changed else None
+        return None if balanced is None else balanced.write(self._staging.sibling_path("balanced"))
 
     def _compare_with(
         self, several: Candidate, step: Trial, ending: str, place: Callable[[Candidate], Candidate]
@@ -349,8 +346,8 @@ def _place_on_all_cores(several: Candidate) -> Candidate:
 def _balance(stages: Candidate, trial: RateTrial, most_seconds: float) -> Candidate | None:
     """Return the stages placed by costs that are scaled to what each segment took with requests in flight.
 
-    Returns None if the interval cannot be less than `most_seconds`: all devices together take as long as the nodes do
-    where they are fastest.
+    Returns None if that changes nothing, or the interval cannot be less than `most_seconds`: all devices together take
+    as long as the nodes do where they are fastest.
     """
     base = stages.profiled.state
     profile, scale = base[Profile], _measure_ratios(stages, trial)
@@ -365,6 +362,8 @@ def _balance(stages: Candidate, trial: RateTrial, most_seconds: float) -> Candid
     after, _ = Pipeline(placing).run(base.with_facts(scaled))
     grouped = base.with_facts(after[Groups]) if Groups in after else base
     device, start = after[Placement].device, after[Schedule].simulation.start_seconds
+    if np.array_equal(device, stages.state[Placement].device):
+        return None
     state = commit_placement(grouped, placement_problem(grouped), device, start, after[Placement].placer)
     state, _ = Pipeline((create_pass("split"),)).run(state)
     state = replace(state, diagnostics=stages.state.diagnostics)
