@@ -83,7 +83,7 @@ def run_rate_trials(
                 streams.append(RequestStream(start, in_flight))
             return tuple(_summarise(turns, in_flight) for turns in run_rounds(streams))
 
-    return measure_once(RateTrial, ["rates", str(in_flight)], bundles, feeds, cached, True, measure)
+    return measure_once(RateTrial, ["rounds", str(in_flight)], bundles, feeds, cached, True, measure)
 
 
 @dataclass(frozen=True)

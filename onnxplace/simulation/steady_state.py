@@ -185,10 +185,6 @@ class RequestRates:
     """Per route, the share of the requests that take it."""
     interval_seconds: float
     """Between two results, over all routes."""
-    seconds: tuple[Floats, ...]
-    """Per route, the time of each node on its device, while the other devices are as busy as in this state."""
-    busy: Floats
-    """Per device, the share of its time in which it computes."""
     limit: str
     """The activity of the busiest resource, as `Loads.by_resource` names it."""
 
@@ -226,10 +222,8 @@ def predict_request_rates(graph: OpGraph, seconds: Floats, target: Target, devic
         # Half a step: where the bottleneck alternates, full steps would too.
         busy = (busy + np.minimum(compute, 1.0)) / 2 if previous else np.minimum(compute, 1.0)
     shares = rates / total if total > 0 else np.full(len(devices), 1 / len(devices))
-    route_seconds = tuple(np.asarray(slowed[device, nodes]) for device in devices)
     totals = add_routes(loads, shares.tolist())
-    limit = max(totals, key=lambda name: totals[name])
-    return RequestRates(shares, interval, route_seconds, busy, limit)
+    return RequestRates(shares, interval, limit=max(totals, key=lambda name: totals[name]))
 
 
 def predict_python_seconds(target: Target, devices: Sequence[Ints | list[str]]) -> float:
