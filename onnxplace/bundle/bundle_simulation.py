@@ -11,7 +11,7 @@ from onnxplace.bundle.bundle_routes import list_route_devices, list_routes
 from onnxplace.bundle.manifest import Manifest, RouteRecord, SegmentRecord
 from onnxplace.graph.op_graph import Csr, Floats, Ints, Longs, OpGraph
 from onnxplace.simulation.simulator import Simulation, simulate, simulate_stream
-from onnxplace.simulation.steady_state import predict_python_seconds, steady_state_loads
+from onnxplace.simulation.steady_state import Loads, add_routes, predict_python_seconds, steady_state_loads
 from onnxplace.simulation.weight_streams import WeightStream, find_distances, measure_block
 from onnxplace.utils.groups import group_pairs
 
@@ -126,16 +126,16 @@ def predict_interval_seconds(manifest: Manifest) -> float:
     the time is at least `predict_serial_seconds`. A device's weights come for one request after the other.
     """
     target, graph, routes = manifest.target.target(), build_segment_graph(manifest), list_routes(manifest)
-    loads = []
+    loads, streamed, order = list[Loads](), np.zeros(len(target.devices)), np.arange(len(graph), dtype=np.int32)
     for route in routes:
         home = [target.position(route.devices[segment.device]) for segment in manifest.segments]
         seconds = np.array([route.seconds[segment.id] for segment in manifest.segments])
         device = np.array(home, dtype=np.int32)
         table = np.broadcast_to(seconds, (len(target.devices), len(seconds)))
-        streamed = np.bincount(device, list_load_seconds(manifest, route), len(target.devices))
-        loads.append({**steady_state_loads(graph, table, target, device).by_resource, "reads weights": streamed})
-    totals = [sum(route.share * load[kind] for route, load in zip(routes, loads)) for kind in loads[0]]
-    bounds = [float(max(np.max(total) for total in totals)), predict_serial_seconds(manifest)]
+        streamed += route.share * np.bincount(device, list_load_seconds(manifest, route), len(target.devices))
+        loads.append(steady_state_loads(graph, table, target, device, order=order))
+    totals = add_routes(loads, [route.share for route in routes])
+    bounds = [*totals.values(), float(streamed.max()), predict_serial_seconds(manifest)]
     if manifest.streams and len(list_route_devices(manifest)) == 1:  # nothing overlaps with its waits for weights
         bounds.append(simulate_manifest(manifest).makespan_seconds)
     return max(bounds)

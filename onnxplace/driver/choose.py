@@ -432,7 +432,7 @@ TRIED_RATIO = 1.1
 TRIED_KINDS = ("copies", "stages")
 # Predictions in the note.
 MAX_LISTED_STRATEGIES = 5
-# A plain session is clearly faster below this ratio of intervals; it was not timed in the same turns.
+# A plain session is clearly faster below this ratio of times; it was not timed in the same turns.
 CLEAR_PLAIN_RATIO = 0.9
 # Up to this number of devices, all ways to share them among stages are listed; beyond, only even ones.
 MAX_PARTITIONED_DEVICES = 8
@@ -560,7 +560,9 @@ def _choose_rates(fitting: Sequence[Candidate]) -> list[Candidate]:
     ranked = sorted(fitting, key=lambda item: item.interval_seconds)
     best_of_kinds = [next((item for item in ranked if item.strategy.kind == kind), None) for kind in TRIED_KINDS]
     close = [item for item in ranked if item.interval_seconds <= ranked[0].interval_seconds * TRIED_RATIO]
-    tried = {item.name: item for item in (ranked[0], *best_of_kinds, *close) if item is not None}
+    tried = dict[tuple[object, ...], Candidate]()
+    for item in filter(None, (ranked[0], *best_of_kinds, *close)):  # stages that need not be contiguous may be so
+        tried.setdefault((item.strategy.kind, item.strategy.groups, item.state[Placement].device.tobytes()), item)
     return [*tried.values()][:MAX_TRIED]
 
 
@@ -593,16 +595,16 @@ def format_rate(interval_seconds: float) -> str:
     return f"{1 / interval_seconds:{form}}" if interval_seconds > 0 else "no bound"
 
 
-def report_plain_session(trial: RateTrial, predicted_seconds: float) -> list[Diagnostic]:
-    """Return a note if a trial measured that one session of ONNX Runtime with all cores is clearly faster.
+def report_plain_session(trial: RateTrial, plain_seconds: float, predicted_seconds: float) -> list[Diagnostic]:
+    """Return a note if one session of ONNX Runtime with all cores, measured without others, is clearly faster.
 
     Other programs slow several devices more than one session: if they did, it is also faster than `predicted_seconds`.
     """
-    if not 0 < trial.plain_seconds < CLEAR_PLAIN_RATIO * trial.interval_seconds:
+    if plain_seconds >= CLEAR_PLAIN_RATIO * trial.interval_seconds:
         return []
-    if trial.is_doubtful and trial.plain_seconds > predicted_seconds:
+    if trial.is_doubtful and plain_seconds > predicted_seconds:
         return []
-    rates = f"{format_rate(trial.plain_seconds)} requests/s, this bundle {format_rate(trial.interval_seconds)}"
+    rates = f"{format_rate(plain_seconds)} requests/s, this bundle {format_rate(trial.interval_seconds)}"
     message = f"one onnxruntime session with all cores is faster: {rates}"
     hint = "run the model itself with onnxruntime, or join small requests to batches (docs/serving.md)"
     return [Diagnostic("P048", message, where="throughput", hint=hint)]

@@ -107,10 +107,11 @@ def finish_bundle(
     # From here on, predictions are those of measured segments, and the measured rate.
     bundle = kept.bundle
     manifest = bundle.manifest if step is None else apply_trial(bundle.manifest, step)
-    if comparison in ("steps", "requests in flight"):
-        faster = report_plain_session(rate, manifest.predicted.interval_seconds) if rate else []
-    else:
-        faster = [] if has_compared else _report_faster_device(kept, manifest.step_seconds, step)
+    predicted, faster = manifest.predicted, list[Diagnostic]()
+    if rate and step and step.plain and predicted.single_device_fits:
+        faster = report_plain_session(rate, step.plain.all_cores_seconds, predicted.interval_seconds)
+    elif not has_compared and comparison not in ("steps", "requests in flight"):
+        faster = _report_faster_device(kept, manifest.step_seconds, step)
     manifest = manifest if rate is None else apply_rate_trial(manifest, rate)
     kept = kept.with_notes(*(obstacles or ()), *faster, *report_host_nodes(bundle))
     # Emitting twice repeats notes.
@@ -276,9 +277,8 @@ class _Trials:
         fastest = min(trial.interval_seconds for trial in trials)
         if trial is None or stages is None or trial.interval_seconds > BALANCED_RATIO * fastest:
             return None
-        balanced = _balance(stages, trial)
-        is_changed = balanced.state[Placement].device.tolist() != stages.state[Placement].device.tolist()
-        return balanced.write(self._staging.sibling_path("balanced")) if is_changed else None
+        balanced = _balance(stages, trial, CLEAR_BALANCED_RATIO * fastest)
+        return None if balanced is None else balanced.write(self._staging.sibling_path("balanced"))
 
     def _compare_with(
         self, several: Candidate, step: Trial, ending: str, place: Callable[[Candidate], Candidate]
@@ -343,18 +343,27 @@ def _place_on_all_cores(several: Candidate) -> Candidate:
     return predict(place_on_one_device(several.profiled), replace(several.profiled, state=state))
 
 
-def _balance(stages: Candidate, trial: RateTrial) -> Candidate:
-    """Return the stages placed by costs that are scaled to what each segment took with requests in flight."""
+def _balance(stages: Candidate, trial: RateTrial, most_seconds: float) -> Candidate | None:
+    """Return the stages placed by costs that are scaled to what each segment took with requests in flight.
+
+    Returns None if that changes nothing, or the interval cannot be less than `most_seconds`: all devices together take
+    as long as the nodes do where they are fastest.
+    """
     base = stages.profiled.state
     profile, scale = base[Profile], _measure_ratios(stages, trial)
     scaled_seconds = {
         kind: np.where(is_refused(seconds), seconds, seconds * scale) for kind, seconds in profile.seconds.items()
     }
+    fastest = np.min([scaled_seconds[device.cost_class] for device in base.target.devices], axis=0)
+    if fastest.sum() / len(base.target.devices) >= most_seconds:
+        return None
     scaled = replace(profile, seconds=scaled_seconds)
     placing = tuple(step for step in stages.strategy.passes if Segments not in step.provides)
     after, _ = Pipeline(placing).run(base.with_facts(scaled))
     grouped = base.with_facts(after[Groups]) if Groups in after else base
     device, start = after[Placement].device, after[Schedule].simulation.start_seconds
+    if np.array_equal(device, stages.state[Placement].device):
+        return None
     state = commit_placement(grouped, placement_problem(grouped), device, start, after[Placement].placer)
     state, _ = Pipeline((create_pass("split"),)).run(state)
     state = replace(state, diagnostics=stages.state.diagnostics)

@@ -20,10 +20,8 @@ from onnxplace.bundle.bundle_routes import list_route_devices
 from onnxplace.bundle.manifest import Manifest
 from onnxplace.bundle.split_states import SplitStates
 from onnxplace.feeds.feeds import Array
-from onnxplace.machine.hardware import available_cores
-from onnxplace.machine.repeated_runs import Stopwatch, find_typical_seconds, read_run_delays
+from onnxplace.machine.repeated_runs import Stopwatch, read_run_delays
 from onnxplace.measure.cached_trials import RequestCount, Seconds, Share, measure_once
-from onnxplace.measure.compare import open_reference
 from onnxplace.measure.trial import measure_segment_seconds
 from onnxplace.pipeline.registry import create_runtime
 from onnxplace.runtime.interface import Event, Result
@@ -33,12 +31,10 @@ from onnxplace.utils.progress import report_progress
 MAX_REQUESTS_IN_FLIGHT = 8
 # A worker waits for its core while the thread that submits requests uses it, and longer if other programs do, too.
 MAX_WAITING_SHARE = 0.1
-# Turns of each bundle, and the least time and results of a turn that count.
+# Rounds of turns at most, and the least time of a turn that counts.
 TURNS, TURN_SECONDS = 5, 0.25
-# Results that count in a turn, for each request in flight.
-RESULTS_PER_REQUEST = 2
-# The least runs of a plain session, of which the first ones fill caches.
-PLAIN_RUNS = 9
+# Undisturbed turns of one bundle differ by up to this share. A bundle that is further behind in a round is out.
+TURN_NOISE = 0.05
 
 
 @dataclass(frozen=True)
@@ -55,8 +51,6 @@ class RateTrial:
     """Number of requests that counted."""
     waiting: Share
     """Share of the time of these turns in which a worker waited for a core."""
-    plain_seconds: Seconds
-    """Median time of the model in one session with all cores; 0 if that is not comparable: with GPUs, or too large."""
 
     @property
     def is_doubtful(self) -> bool:
@@ -72,10 +66,11 @@ def choose_in_flight(manifest: Manifest) -> int:
 def run_rate_trials(
     bundles: Sequence[Bundle], feeds: Mapping[str, Array], in_flight: int, *, cached: bool = True
 ) -> tuple[RateTrial, ...]:
-    """Run bundles in turns with requests in flight, for about two seconds each or a few results per request.
+    """Run bundles in rounds with requests in flight: a turn of each one, of a quarter of a second or more.
 
-    Earlier measurements of equal segments and feeds are reused if `cached`. Raises ExecutionError if a segment fails,
-    TargetError if a device is missing.
+    A bundle that is clearly behind in a round takes part in no others. They end when two agree on the rates of the
+    rest, without other work on the machine. Earlier measurements of equal segments and feeds are reused if `cached`.
+    Raises ExecutionError if a segment fails, TargetError if a device is missing.
     """
 
     def measure() -> tuple[RateTrial, ...]:
@@ -86,15 +81,9 @@ def run_rate_trials(
                 session = stack.enter_context(runtime.open(bundle, trace=True))
                 start = partial(session.submit, SplitStates(bundle.manifest).cut_feeds(feeds))
                 streams.append(RequestStream(start, in_flight))
-            turns: list[list[Turn]] = [[] for _ in bundles]
-            for number in range(1, TURNS + 1):
-                for own, stream in zip(turns, streams):
-                    own.append(stream.take_turn())
-                report_progress(number, TURNS)
-        plain_seconds = _time_plain_session(bundles[0], feeds)
-        return tuple(_summarise(own, in_flight, plain_seconds) for own in turns)
+            return tuple(_summarise(turns, in_flight) for turns in run_rounds(streams))
 
-    return measure_once(RateTrial, ["rates", str(in_flight)], bundles, feeds, cached, True, measure)
+    return measure_once(RateTrial, ["rounds", str(in_flight)], bundles, feeds, cached, True, measure)
 
 
 @dataclass(frozen=True)
@@ -132,18 +121,17 @@ class RequestStream:
             began, _ = self._await_result()
             self._submit()
         events: list[Sequence[Event]] = []
-        stopwatch, last, results = Stopwatch(_read_worker_delays), began, 0
-        while results < RESULTS_PER_REQUEST * self._in_flight or last - began < TURN_SECONDS:
+        stopwatch, last = Stopwatch(_read_worker_delays), began
+        while not events or last - began < TURN_SECONDS:
             # Whole rounds: results of copies come in groups.
             for _ in range(self._in_flight):
                 last, result = self._await_result()
                 self._submit()
-                results += 1
                 events.append(result.events)
         stopwatch.stop()
         for _ in range(self._in_flight):
             self._await_result()
-        return Turn(last - began, results, tuple(events), max(stopwatch.waiting_share, 0.0))
+        return Turn(last - began, len(events), tuple(events), max(stopwatch.waiting_share, 0.0))
 
     def _submit(self) -> None:
         future = self._start()
@@ -155,29 +143,34 @@ class RequestStream:
         return finished, future.result()
 
 
-def _summarise(turns: Sequence[Turn], in_flight: int, plain_seconds: float) -> RateTrial:
-    """Return medians over the turns in which workers waited least for a core."""
-    turns = sorted(turns, key=lambda turn: turn.waiting)[: (len(turns) + 1) // 2]
+def run_rounds(streams: Sequence[RequestStream]) -> list[list[Turn]]:
+    """Return the turns of each stream, until two rounds agree on the rates of those that may be the fastest."""
+    turns: list[list[Turn]] = [[] for _ in streams]
+    running = list(range(len(streams)))
+    for number in range(1, TURNS + 1):
+        for index in running:
+            turns[index].append(streams[index].take_turn())
+        report_progress(number, TURNS)
+        if any(turns[index][-1].waiting > MAX_WAITING_SHARE for index in running):
+            continue
+        seconds = {index: [turn.interval_seconds for turn in turns[index]] for index in running}
+        most = (1 + TURN_NOISE) * min(own[-1] for own in seconds.values())
+        running = [index for index in running if seconds[index][-1] <= most]
+        if number > 1 and all(abs(seconds[i][-1] / seconds[i][-2] - 1) <= TURN_NOISE for i in running):
+            break
+    return turns
+
+
+def _summarise(turns: Sequence[Turn], in_flight: int) -> RateTrial:
+    """Return medians over the turns in which workers waited least for a core: two, or half of more."""
+    turns = sorted(turns, key=lambda turn: turn.waiting)[: len(turns) // 2 + 1]
     return RateTrial(
         interval_seconds=float(np.median([turn.interval_seconds for turn in turns])),
         segment_seconds=find_medians(measure_segment_seconds(events) for turn in turns for events in turn.events),
         in_flight=in_flight,
         requests=sum(turn.results for turn in turns),
         waiting=float(np.median([turn.waiting for turn in turns])),
-        plain_seconds=plain_seconds,
     )
-
-
-def _time_plain_session(bundle: Bundle, feeds: Mapping[str, Array]) -> float:
-    """Return the median time of the whole model in one session with all cores, one request after the other."""
-    if not bundle.manifest.predicted.single_device_fits or any(item.kind != "cpu" for item in bundle.target.devices):
-        return 0.0
-    run, times = open_reference(bundle, None, available_cores()), list[float]()
-    while len(times) < PLAIN_RUNS or sum(times) < TURN_SECONDS:
-        began = time.perf_counter()
-        run(feeds)
-        times.append(time.perf_counter() - began)
-    return find_typical_seconds(times)
 
 
 def _read_worker_delays() -> dict[str, int]:

@@ -10,12 +10,13 @@ import pytest
 
 import onnxplace
 from onnxplace.bundle.bundle_routes import list_routes
+from onnxplace.bundle.bundle_simulation import predict_interval_seconds
 from onnxplace.driver import trials
 from onnxplace.driver.compile import compile_model
 from onnxplace.errors import ExecutionError, InfeasibleError
 from onnxplace.measure import trial as step_trial
 from onnxplace.measure.rate_trial import RateTrial
-from onnxplace.measure.trial import count_process_bytes
+from onnxplace.measure.trial import PlainTimes, count_process_bytes
 from onnxplace.passes import profile
 from onnxplace.passes.profiling.roofline import PeakRates
 from onnxplace.reports.text import compile_summary
@@ -69,12 +70,17 @@ def measured(monkeypatch, short_trials):
                 in_flight=in_flight,
                 requests=8,
                 waiting=rules["waiting"],
-                plain_seconds=rules["plain"],
             )
             for bundle, interval in zip(bundles, rules["intervals"](bundles))
         )
 
+    def run_steps(bundles, feeds, **options):
+        found = step_trial.run_trials(bundles, feeds, **options)
+        plain = PlainTimes(1.0, rules["plain"], 1.0, 1.0)
+        return tuple(replace(trial, plain=plain if rules["plain"] else None) for trial in found)
+
     monkeypatch.setattr(trials, "run_rate_trials", run)
+    monkeypatch.setattr(trials, "run_trials", run_steps)
     rules["calls"] = calls
     return rules
 
@@ -200,6 +206,38 @@ def test_balanced_stages_that_are_slower_are_not_kept(measured):
     assert compiled.bundle.manifest.programs == measured["calls"][0][0].programs
 
 
+def test_stages_are_not_balanced_where_even_work_is_no_faster_than_the_best(measured):
+    measured["factor"] = lambda segment: 3.0 if segment.device == "cpu:0" else 1.0
+    measured["intervals"] = lambda bundles: [1e-9] * len(bundles)
+    compiled = compile_model("m.onnx", "out", devices="cpu:0,cpu:1", placer="stages", force=True)
+    assert len(measured["calls"]) == 1
+    assert "balanced" not in notes(compiled, "P044")[0]
+
+
+def test_stages_that_need_not_be_contiguous_are_not_tried_where_they_are(measured):
+    compiled = compile_model("m.onnx", "out", **TWO)
+    assert "stages, not contiguous" in notes(compiled, "P043")[0]
+    placers = [manifest.placer for manifest in measured["calls"][0]]
+    assert placers == ["single", "stages"]
+
+
+def test_a_request_that_comes_back_to_a_device_overlaps_no_other_one(run_cli, monkeypatch):
+    use_estimates(monkeypatch)
+    names = [node.name for node in onnx.load("m.onnx").graph.node]
+    thirds = {name: f"cpu:{1 if len(names) // 3 <= i < 2 * len(names) // 3 else 0}" for i, name in enumerate(names)}
+    Path("map.json").write_text(json.dumps(thirds))
+    arguments = ("--devices", "cpu:0,cpu:1", "--device-map", "map.json", "--no-trial", "--json")
+    result = run_cli("compile", "m.onnx", "-o", "out", *arguments)
+    assert result.code == 0, result.err
+    manifest = onnxplace.Bundle.open("out").manifest
+    assert manifest.segments[0].device == manifest.segments[-1].device == "cpu:0"
+    busy = max(device.compute_seconds for device in manifest.devices)
+    part_seconds = manifest.predicted.step_seconds - manifest.predicted.request_seconds
+    assert manifest.predicted.interval_seconds == pytest.approx(part_seconds, rel=0.01)
+    assert manifest.predicted.interval_seconds > 1.2 * busy
+    assert predict_interval_seconds(manifest) == pytest.approx(manifest.predicted.interval_seconds)
+
+
 def test_a_disturbed_trial_leaves_the_choice_to_the_prediction(measured):
     measured["waiting"] = 0.5
     measured["intervals"] = lambda bundles: [1.0 - 0.1 * index for index in range(len(bundles))]
@@ -229,6 +267,13 @@ def test_a_plain_session_that_is_not_clearly_faster_is_not_named(measured, plain
     compiled = compile_model("m.onnx", "out", **TWO)
     assert not notes(compiled, "P048")
     assert "onnxruntime session" not in compile_summary(compiled.bundle)
+
+
+def test_a_plain_session_is_no_choice_where_no_device_holds_the_model(measured):
+    measured["plain"] = 0.5
+    compiled = compile_model("m.onnx", "out", max_memory="cpu:0=3MiB,cpu:1=3MiB", **TWO)
+    assert not compiled.bundle.manifest.predicted.single_device_fits
+    assert not notes(compiled, "P048")
 
 
 @pytest.mark.parametrize(("plain", "is_named"), [(1e-9, True), (0.5, False)])

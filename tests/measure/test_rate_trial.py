@@ -1,16 +1,23 @@
 """Trials with requests in flight: what is measured, cached and recorded."""
 
 from concurrent.futures import Future
-from dataclasses import replace
 
 import onnx
 import pytest
+from hypothesis import given, strategies as st
 
 import onnxplace
 from onnxplace.feeds.synthetic import random_feeds
 from onnxplace.machine import measurement_cache
 from onnxplace.measure import rate_trial
-from onnxplace.measure.rate_trial import RequestStream, apply_rate_trial, choose_in_flight, run_rate_trials
+from onnxplace.measure.rate_trial import (
+    RequestStream,
+    Turn,
+    apply_rate_trial,
+    choose_in_flight,
+    run_rate_trials,
+    run_rounds,
+)
 from onnxplace.runtime.interface import Result
 from onnxplace.target.target import Device, Target
 from tests.conftest import branches
@@ -48,20 +55,59 @@ def test_each_bundle_has_an_interval_and_times_of_its_segments(bundles):
         assert set(trial.segment_seconds) == {segment.id for segment in bundle.manifest.segments}
         assert min(trial.segment_seconds.values()) > 0
         assert trial.in_flight == 4
-        assert trial.requests >= 8
+        assert trial.requests >= 4
         assert 0 <= trial.waiting <= 1
 
 
-def test_the_whole_model_in_one_session_is_timed_where_it_fits_on_a_device(bundles):
-    feeds = feeds_of(bundles[0])
-    copies, alone = run_rate_trials(bundles, feeds, 2, cached=False)
-    assert copies.plain_seconds == alone.plain_seconds > 0
-    manifest = bundles[0].manifest
-    large = manifest.model_copy(
-        update={"predicted": manifest.predicted.model_copy(update={"single_device_fits": False})}
+class Scripted:
+    """A stream whose turns have given times between results and shares of waiting; the last one is repeated."""
+
+    def __init__(self, *intervals: float, waiting: tuple[float, ...] = (0.0,)) -> None:
+        self.intervals, self.waiting, self.count = intervals, waiting, 0
+
+    def take_turn(self) -> Turn:
+        position, self.count = self.count, self.count + 1
+        waiting = self.waiting[min(position, len(self.waiting) - 1)]
+        return Turn(self.intervals[min(position, len(self.intervals) - 1)], 1, (), waiting)
+
+
+@pytest.mark.parametrize(
+    ("streams", "counts"),
+    [
+        ([Scripted(1.0)], [2]),  # two agree
+        ([Scripted(1.0), Scripted(1.02)], [2, 2]),  # which one is faster is noise
+        ([Scripted(1.0), Scripted(1.2)], [2, 1]),  # clearly behind
+        ([Scripted(1.2), Scripted(1.0), Scripted(3.0)], [1, 2, 1]),
+        ([Scripted(1.5, 1.0), Scripted(1.5, 1.2)], [3, 2]),  # behind in the second round; the first was not warm
+        ([Scripted(1.0, 1.2, 1.0, 1.2, 1.0)], [5]),  # never the same
+        ([Scripted(1.0), Scripted(1.2, waiting=(0.5,))], [5, 5]),  # other work
+        ([Scripted(1.0), Scripted(1.2, waiting=(0.5, 0.0))], [2, 2]),
+    ],
+)
+def test_rounds_end_when_two_agree_and_bundles_that_are_behind_drop_out(monkeypatch, streams, counts):
+    monkeypatch.setattr(rate_trial, "TURNS", 5)
+    assert [len(turns) for turns in run_rounds(streams)] == counts
+
+
+@given(
+    st.lists(
+        st.lists(st.tuples(st.floats(0.5, 2), st.sampled_from([0.0, 0.05, 0.5])), min_size=3, max_size=3),
+        min_size=1,
+        max_size=4,
     )
-    (trial,) = run_rate_trials([replace(bundles[0], manifest=large)], feeds, 2, cached=False)
-    assert trial.plain_seconds == 0
+)
+def test_the_fastest_of_undisturbed_rounds_is_never_dropped(tables):
+    streams = [Scripted(*(x for x, _ in rows), waiting=tuple(w for _, w in rows)) for rows in tables]
+    turns = run_rounds(streams)
+    last = max(map(len, turns))
+    assert 1 <= last <= rate_trial.TURNS
+    running = [own[-1].interval_seconds for own in turns if len(own) == last]
+    assert running, "some bundle is in all rounds"
+    for number in range(last):
+        in_round = [own[number] for own in turns if len(own) > number]
+        stays = [own for own in turns if len(own) > number + 1]
+        if stays and all(turn.waiting <= rate_trial.MAX_WAITING_SHARE for turn in in_round):
+            assert min(in_round, key=lambda turn: turn.interval_seconds) in [own[number] for own in stays]
 
 
 def test_twice_as_many_requests_as_devices_are_in_flight_but_at_most_eight(bundles):

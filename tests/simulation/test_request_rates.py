@@ -21,7 +21,8 @@ from onnxplace.target.target import Device, Link, Shared, Target
 
 def load(*compute: float) -> Loads:
     nothing = np.zeros(len(compute))
-    return Loads(np.array(compute), nothing, nothing, "duplex", "max", np.eye(len(compute), dtype=bool))
+    own = np.eye(len(compute), dtype=bool)
+    return Loads(np.array(compute), nothing, nothing, "duplex", "max", own, np.where(own, np.diag(compute), -np.inf))
 
 
 @pytest.mark.parametrize(
@@ -57,11 +58,10 @@ def test_one_route_has_the_interval_of_its_loads(seed, count):
     graph, seconds = state[Profile].graph, device_seconds(state[Profile], state.target)
     device = np.random.default_rng(seed).integers(0, count, len(graph)).astype(np.int32)
     rates = predict_request_rates(graph, seconds, state.target, [device])
-    loads = steady_state_loads(graph, seconds, state.target, device)
+    loads = steady_state_loads(graph, seconds, state.target, device, order=graph.order)
     assert rates.interval_seconds == pytest.approx(loads.interval_seconds)
     assert rates.limit == loads.largest[1]
     assert rates.shares.tolist() == [1]
-    assert rates.seconds[0] == pytest.approx(seconds[device, np.arange(len(graph))])
 
 
 def shared_copies(count: int, slowdown: float) -> tuple:
@@ -92,8 +92,6 @@ def test_an_idle_half_slows_the_other_down_less_than_a_busy_one():
     rates = predict_request_rates(graph, seconds, target, [uneven])
     own = seconds[0, uneven == 0].sum()
     assert own < rates.interval_seconds < 1.5 * own
-    assert rates.busy[0] == pytest.approx(1, rel=1e-3)
-    assert rates.busy[1] < 0.9
 
 
 @pytest.mark.parametrize(
