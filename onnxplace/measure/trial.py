@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -55,11 +56,12 @@ from onnxplace.utils.differences import relative_error
 from onnxplace.utils.files import write_file
 from onnxplace.utils.progress import report_progress
 
-# Clocks and caches settle within this time, and sessions within these steps.
-WARM_UP_SECONDS, WARM_UP_STEPS = 0.03, 2
-# Repeat until the standard error of the median is below the tolerance; stop after `max_runs` steps, or these seconds.
-# Where bundles are compared, or the user wants to be sure, there are at least `SURE_RUNS` steps.
-REPEAT_POLICY, SURE_RUNS = RepeatPolicy(max_runs=2000, seconds=1.0, tolerance=0.02, min_runs=5), 9
+# Clocks and caches settle within this time, and sessions within these steps, or fewer that take longer.
+WARM_UP_SECONDS, WARM_UP_STEPS, LONG_WARM_UP_SECONDS = 0.03, 2, 0.05
+# Repeat until the median is sure, or more steps do not make it surer; stop after `max_runs` steps, or these seconds.
+# Where bundles are compared, there are at least `SURE_RUNS` steps, and more if the user wants to be sure.
+REPEAT_POLICY, SURE_RUNS = RepeatPolicy(max_runs=2000, seconds=0.6, tolerance=0.02), 5
+THOROUGH_SECONDS, THOROUGH_RUNS = 2.0, 9
 # Bundles take turns of this time. Reading how long threads waited takes longer than a small step, so it is done once
 # per turn.
 BURST_SECONDS = 0.01
@@ -161,6 +163,41 @@ def _find_missing_gpu(manifest: Manifest) -> Diagnostic | None:
     return None
 
 
+class TrialSessions(ExitStack):
+    """Bundles of one model and plain sessions of it: they stay open from one trial to the next, until this ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sessions: dict[Path | tuple[int, ...], _TrialSession] = {}
+        self._size_notes: dict[Path, tuple[str, ...]] = {}
+
+    def is_open(self, key: Path | tuple[int, ...]) -> bool:
+        """Return whether a bundle of such a path is open, or a plain session with such cores."""
+        return key in self._sessions
+
+    def open(self, bundle: Bundle, feeds: Mapping[str, Array], runtime: Runtime | None) -> _TrialSession:
+        """Return the session of a bundle."""
+        if bundle.path not in self._sessions:
+            session = self.enter_context((runtime or create_runtime("onnxruntime")).open(bundle, trace=True))
+            # One bundle may hold a state whole that another one holds in parts.
+            step = RepeatedStep(bundle, SplitStates(bundle.manifest).align_copies(feeds))
+            self._sessions[bundle.path] = _TrialSession(session, step)
+        return self._sessions[bundle.path]
+
+    def open_plain(self, bundle: Bundle, feeds: Mapping[str, Array], cores: tuple[int, ...]) -> _TrialSession:
+        """Return a session of the unsplit model on such cores; that of any bundle of the model will do."""
+        if cores not in self._sessions:
+            step = RepeatedStep(bundle, SplitStates(bundle.manifest).align_copies(feeds), carries=False)
+            self._sessions[cores] = _TrialSession(_PlainSession(bundle, cores), step)
+        return self._sessions[cores]
+
+    def compare_at_another_size(self, bundle: Bundle) -> tuple[str, ...]:
+        """Compare a bundle with the unsplit model at another size, as the function of this name does, once."""
+        if bundle.path not in self._size_notes:
+            self._size_notes[bundle.path] = compare_at_another_size(bundle)
+        return self._size_notes[bundle.path]
+
+
 def run_trials(
     bundles: Sequence[Bundle],
     feeds: Mapping[str, Array],
@@ -170,74 +207,78 @@ def run_trials(
     thorough: bool = False,
     plain: bool = False,
     compares: bool = True,
+    sessions: TrialSessions | None = None,
 ) -> tuple[Trial, ...]:
-    """Run bundles in turns until their medians are sure: five steps at least, nine of several or if `thorough`.
+    """Run bundles in turns until their medians are sure: three steps at least, five of several, nine if `thorough`.
 
     If `plain`, and the memory suffices, the unsplit model of the first bundle takes turns with them: in one session
     with the cores of one device, and in one with all cores. If it `compares`, each bundle is compared with the unsplit
-    model at another size.
+    model at another size. What is open among `sessions` is not opened again.
 
     Earlier measurements of equal segments and feeds are reused if `cached`. With a `runtime`, such as that for several
     hosts, its sessions run, and nothing is reused. Raises ExecutionError if a segment fails or a bundle differs from
     the unsplit model at another size, and TargetError if a device is missing.
     """
-    is_local, is_sure = runtime is None, thorough or len(bundles) > 1
-    policy = replace(REPEAT_POLICY, min_runs=SURE_RUNS) if is_sure else REPEAT_POLICY
-    references = _list_reference_cores(bundles) if plain and is_local else ()
+    is_local, policy = runtime is None, REPEAT_POLICY
+    if thorough:
+        policy = replace(policy, seconds=THOROUGH_SECONDS, min_runs=THOROUGH_RUNS)
+    elif len(bundles) > 1:
+        policy = replace(policy, min_runs=SURE_RUNS)
+    references = _list_reference_cores(bundles, sessions) if plain and is_local else ()
 
     def measure() -> tuple[Trial, ...]:
-        opener = runtime or create_runtime("onnxruntime")
         with ExitStack() as stack:
-            opened = [stack.enter_context(opener.open(bundle, trace=True)) for bundle in bundles]
-            # One bundle may hold a state whole that another one holds in parts.
-            steps = [RepeatedStep(bundle, SplitStates(bundle.manifest).align_copies(feeds)) for bundle in bundles]
-            whole_step = RepeatedStep(bundles[0], SplitStates(bundles[0].manifest).align_copies(feeds), carries=False)
-            tried = [_TrialSession(*pair) for pair in zip(opened, steps)]
-            plain_sessions = {
-                cores: _TrialSession(_PlainSession(bundles[0], cores), whole_step)
-                for cores in dict.fromkeys(references)
-            }
-            all_cores = plain_sessions[references[1]] if len(plain_sessions) > 1 else None
-            sessions = [*tried, *plain_sessions.values()]
-            for session in sessions:
-                session.warm_up()
-            # In turns, so that changes of the machine's speed affect all. The last bundle to settle ends the loop.
-            for number in itertools.count():
-                if all(policy.has_enough(session.runs) for session in tried):
-                    break
-                for session in sessions:
-                    if session is not all_cores:
-                        session.run_burst()
-                if all_cores and number % ALL_CORES_ROUNDS == 0:
-                    all_cores.run_burst()
-                    settle()
-                report_progress(min(policy.estimate_share(session.runs) for session in tried))
-            for session in sessions:
-                session.end()
-        plain_ones = [plain_sessions[cores] for cores in references]
-        times = [_compare_plain(session, *plain_ones) if plain_ones else None for session in tried]
-        notes = [compare_at_another_size(bundle) if is_local and compares else () for bundle in bundles]
-        return tuple(
-            replace(session.summarise(), plain=times[index], size_notes=notes[index])
-            for index, session in enumerate(tried)
-        )
+            opened = sessions or stack.enter_context(TrialSessions())
+            tried = [opened.open(bundle, feeds, runtime) for bundle in bundles]
+            plain_sessions = {cores: opened.open_plain(bundles[0], feeds, cores) for cores in references}
+            _take_turns(tried, [*plain_sessions.values()], policy)
+            plain_ones = [plain_sessions[cores] for cores in references]
+            return tuple(
+                replace(
+                    session.summarise(),
+                    plain=_compare_plain(session, *plain_ones) if plain_ones else None,
+                    size_notes=opened.compare_at_another_size(bundle) if is_local and compares else (),
+                )
+                for session, bundle in zip(tried, bundles)
+            )
 
-    parts = [f"{'compared ' * compares}trial {is_sure}", *(f"plain {cores}" for cores in references)]
+    parts = [f"{'compared ' * compares}trial {policy.min_runs}", *(f"plain {cores}" for cores in references)]
     return measure_once(Trial, parts, bundles, feeds, cached and is_local, is_local, measure)
 
 
-def _list_reference_cores(bundles: Sequence[Bundle]) -> tuple[tuple[int, ...], ...]:
+def _take_turns(tried: Sequence[_TrialSession], plain: Sequence[_TrialSession], policy: RepeatPolicy) -> None:
+    """Run bundles and plain sessions, of which a second one has all cores, until the times of bundles are sure."""
+    sessions, all_cores = [*tried, *plain], plain[1] if len(plain) > 1 else None
+    for session in sessions:
+        session.warm_up()
+    # In turns, so that changes of the machine's speed affect all. The last bundle to settle ends the loop.
+    for number in itertools.count():
+        if all(policy.has_enough(session.runs) for session in tried):
+            break
+        for session in sessions:
+            if session is not all_cores:
+                session.run_burst()
+        if all_cores and number % ALL_CORES_ROUNDS == 0:
+            all_cores.run_burst()
+            settle()
+        report_progress(min(policy.estimate_share(session.runs) for session in tried))
+    for session in sessions:
+        session.end()
+
+
+def _list_reference_cores(bundles: Sequence[Bundle], sessions: TrialSessions | None) -> tuple[tuple[int, ...], ...]:
     """Return the cores of one device, and all cores, if plain sessions can run the unsplit model here."""
     first = bundles[0].manifest
     if first.streams or not first.segments or any(device.kind != "cpu" for device in first.target.devices):
         return ()
-    weights = sum(item.bytes for item in (*first.files.values(), *first.linked.values()))
-    if sum(count_process_bytes(bundle.manifest) for bundle in bundles) + 2 * weights > available_memory_bytes():
-        return ()
     # A device that spans several processors is no single one, unless it is all there is.
     usual = [item.cores for item in first.target.devices if len(item.processors) < 2]
     cores, largest = available_cores(), max(usual or [item.cores for item in first.target.devices])
-    return cores[:largest], cores
+    references = cores[:largest], cores
+    needs = [count_process_bytes(item.manifest) for item in bundles if not (sessions and sessions.is_open(item.path))]
+    weights = sum(item.bytes for item in (*first.files.values(), *first.linked.values()))
+    needs += [weights for item in references if not (sessions and sessions.is_open(item))]
+    return references if sum(needs) <= available_memory_bytes() else ()
 
 
 def _compare_plain(bundle: _TrialSession, one_device: _TrialSession, all_cores: _TrialSession) -> PlainTimes:
@@ -396,12 +437,13 @@ class _TrialSession:
         self._remote_waiting_share = 0.0
 
     def warm_up(self) -> None:
-        """Run uncounted steps until clocks, caches and sessions have settled."""
-        began, elapsed = time.perf_counter(), 0.0
-        while (len(self._steps) < WARM_UP_STEPS or elapsed < WARM_UP_SECONDS) and elapsed < REPEAT_POLICY.seconds:
+        """Run uncounted steps until clocks, caches and sessions have settled; forget the steps of an earlier trial."""
+        began, elapsed = time.perf_counter(), LONG_WARM_UP_SECONDS if self._steps else 0.0
+        while elapsed < WARM_UP_SECONDS or (len(self._steps) < WARM_UP_STEPS and elapsed < LONG_WARM_UP_SECONDS):
             self._run_step()
             elapsed = time.perf_counter() - began
-        self._steps.clear()
+        for item in (self._steps, self._waiting_shares, self._reference_seconds, self.bursts):
+            item.clear()
         self._began, self._remote_delays = time.perf_counter(), dict(self._session.read_remote_delays())
 
     def end(self) -> None:
@@ -455,7 +497,7 @@ class _TrialSession:
             requests=len(runs.undisturbed),
             # Not subtracted from times: other processes may have looked for messages only.
             waiting=max(runs.waiting, self._remote_waiting_share),
-            uncertainty=min(runs.uncertainty, 1.0) if len(runs.undisturbed) > MIN_RUNS else 0.0,
+            uncertainty=min(runs.uncertainty, 1.0),
         )
 
 

@@ -308,7 +308,7 @@ def _attribute_measurement(
     quality = Quality(
         runs=len(runs.computing_seconds),
         spread=runs.spread,
-        uncertainty=runs.uncertainty,
+        uncertainty=min(runs.uncertainty, 1.0),
         waiting=runs.waiting,
         kernels=len(names),
         kernel_seconds=float(raw.sum()),
