@@ -638,7 +638,7 @@ def test_a_trial_of_a_long_step_takes_three_runs_after_one_to_warm_up(monkeypatc
 
 def test_sessions_that_are_open_are_not_opened_or_warmed_up_again(model_file, tmp_path, open_calls, monkeypatch):
     bundle = compile_bundle(model_file, tmp_path / "b", trial=False)
-    feeds, references = {"x": np.zeros((4, 8), np.float32)}, []
+    feeds, references = {"x": np.zeros((4, 64), np.float32)}, []
     actual = trial.open_reference
     monkeypatch.setattr(trial, "open_reference", lambda *a: references.append(a) or actual(*a))
     with trial.TrialSessions() as sessions:
