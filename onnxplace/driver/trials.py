@@ -25,6 +25,7 @@ from onnxplace.graph.op_graph import Floats
 from onnxplace.machine import measurement_cache
 from onnxplace.measure.host_nodes import report_host_nodes
 from onnxplace.measure.rate_trial import RateTrial, apply_rate_trial, choose_in_flight, run_rate_trials
+from onnxplace.measure.size_comparison import may_compare
 from onnxplace.measure.trial import (
     Trial,
     TrialSessions,
@@ -82,8 +83,19 @@ class Compiled:
     """What was written, by which its step is predicted at other sizes."""
 
 
+def prepare_trials(state: State, sessions: TrialSessions) -> None:
+    """Start what trials of a profiled model will need, beside the search for placements."""
+    profile, seconds = state[Profile], min(state[Profile].whole_seconds.values(), default=math.inf)
+    if state[Model].dimensions and may_compare(profile.graph.total_weight_bytes, seconds):
+        sessions.start_comparing()
+
+
 def finish_bundle(
-    candidates: Sequence[Candidate], comparison: Comparison, staging: Staging, settings: CompileSettings
+    candidates: Sequence[Candidate],
+    comparison: Comparison,
+    staging: Staging,
+    sessions: TrialSessions,
+    settings: CompileSettings,
 ) -> Compiled:
     """Run a trial if the costs were measured here, and record the results; the bundle is not yet in its place.
 
@@ -91,6 +103,7 @@ def finish_bundle(
         candidates: The best by prediction, which is written, and others that may turn out to be faster.
         comparison: What runs besides the bundle itself.
         staging: Where bundles are written.
+        sessions: Receives the sessions of trials.
         settings: Whether bundles may run, and whether earlier trials may be used.
     """
     kept, step, rate, has_compared = candidates[0], None, None, False
@@ -101,9 +114,9 @@ def finish_bundle(
         if settings.observer:
             settings.observer("trial", len(passes), len(passes) + 1)
         cache = settings.cache and all(getattr(item, "cache", True) for item in passes)
-        with TrialSessions() as sessions:
-            trials = _Trials(kept, staging, sessions, cache, thorough=settings.effort == "high")
-            kept, step, rate = trials.run(candidates, comparison)
+        sessions.finish_starting()
+        trials = _Trials(kept, staging, sessions, cache, thorough=settings.effort == "high")
+        kept, step, rate = trials.run(candidates, comparison)
         has_compared = trials.has_compared_one_device
         timings += (Timing("trial", time.perf_counter() - start),)
     # From here on, predictions are those of measured segments, and the measured rate.

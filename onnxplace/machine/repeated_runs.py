@@ -40,8 +40,6 @@ DOUBTFUL_WAITING_SHARE = 0.05
 MAX_CREDIBLE_WAITING_SHARE = 0.9
 # The machine is busy if even the undisturbed runs waited for a larger share of their time than this.
 BUSY_WAITING_SHARE = 0.02
-# On a busy machine, parts of a run can be told apart only from this many runs.
-BUSY_RUNS = 15
 # Halves of the runs that differ by more standard errors than this differ because the speed of the machine drifts.
 DRIFT_ERRORS = 2
 # Clocks and caches settle in this time; runs that look stable earlier need not be.
@@ -195,7 +193,7 @@ class RepeatPolicy:
         if spent < MIN_SECONDS or count < self.min_runs:
             return False
         if runs.uncertainty <= self.tolerance:
-            return runs.waiting <= BUSY_WAITING_SHARE or count >= BUSY_RUNS
+            return True
         # More runs lower the error, and a drift only as long as they are more alike than the first ones.
         is_drifting = runs.drift > DRIFT_ERRORS * runs.error
         return is_drifting and count >= 2 * MIN_RUNS and runs.take(count // 2).uncertainty <= runs.uncertainty

@@ -6,9 +6,10 @@ empty axis, which may arise inside the model.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -40,6 +41,7 @@ from onnxplace.pipeline.registry import create_runtime
 from onnxplace.runtime.interface import RuntimeSession
 from onnxplace.utils.file_locks import temporary_folder
 from onnxplace.utils.subprocesses import start_child
+from onnxplace.utils.threads import start_thread
 
 Compare = Callable[[StepInputs], Differences]
 
@@ -165,8 +167,15 @@ def may_be_rounding(bundle: Bundle, comparisons: Sequence[SizeComparison]) -> bo
     return (is_small and all(one.result != "refused" for one in comparisons)) or rounds_to_few_values(bundle)
 
 
-def compare_at_another_size(bundle: Bundle) -> tuple[str, ...]:
+def may_compare(stored_bytes: int, seconds: float) -> bool:
+    """Return whether a trial compares a model of so many bytes, which the host runs in so many seconds."""
+    return stored_bytes <= MAX_COMPARED_BYTES and seconds <= MAX_COMPARED_SECONDS
+
+
+def compare_at_another_size(bundle: Bundle, process: DeviceProcess | None = None) -> tuple[str, ...]:
     """Raise ExecutionError if a bundle differs from the unsplit model at one other choice of sizes.
+
+    It runs in `process`, if there is one.
 
     Returns notes: sizes at which ONNX Runtime ends the process, and outputs that two equal runs of the unsplit model
     compute otherwise. There is no comparison if that takes long, or if rounding alone may change an output by much.
@@ -178,7 +187,7 @@ def compare_at_another_size(bundle: Bundle) -> tuple[str, ...]:
     if any(device.kind != "cpu" for device in manifest.target.devices):
         seconds *= ACCELERATION
     is_rounded = rounds_to_few_values(bundle) or set(list_precisions(bundle).values()) - {"float32"}
-    if stored_bytes > MAX_COMPARED_BYTES or seconds > MAX_COMPARED_SECONDS or is_rounded:
+    if is_rounded or not may_compare(stored_bytes, seconds):
         return ()
     try:
         first = choose_step_inputs(bundle, None, {}, 0)
@@ -187,7 +196,7 @@ def compare_at_another_size(bundle: Bundle) -> tuple[str, ...]:
     tried = list[SizeComparison]()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NoteWarning)  # that the host computes this size
-        with compare_in_child(partial(_open_trial, bundle.path, True), bundle.path, None) as compare:
+        with compare_in_child(partial(_open_trial, bundle.path, True), bundle.path, None, process) as compare:
             for item in islice(compare_other_sizes(compare, first, 1), MAX_TRIED):
                 tried.append(item)
                 if item.result != "skipped":
@@ -210,9 +219,29 @@ def compare_at_another_size(bundle: Bundle) -> tuple[str, ...]:
 # ------------------------------------------------------------------------------------------------ in a child process
 
 
+class ComparingProcess(DeviceProcess):
+    """A child process for `compare_in_child`, which has loaded what it needs when the first call comes."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.sessions[0] = ()  # it ends with its last one
+
+    def start(self) -> None:
+        """Start it, beside what this process does meanwhile."""
+        start_thread(threading.Thread(target=self.finish_start, daemon=True))
+
+    def finish_start(self) -> None:
+        """Wait until it is idle, so that it disturbs no measurement; a failure is one of the first comparison."""
+        with suppress(ExecutionError):
+            self.call("", _close, 0)
+
+
 @contextmanager
 def compare_in_child(
-    open_comparison: Callable[[], AbstractContextManager[tuple[Compare, Any]]], bundle: Path, against: str | Path | None
+    open_comparison: Callable[[], AbstractContextManager[tuple[Compare, Any]]],
+    bundle: Path,
+    against: str | Path | None,
+    process: DeviceProcess | None = None,
 ) -> Iterator[Compare]:
     """Yield a function that compares in a child process, which starts with the first call, and again after its end.
 
@@ -223,16 +252,15 @@ def compare_in_child(
         open_comparison: A picklable function, whose context yields the function to call there, and a session.
         bundle: The path of the bundle that is compared.
         against: The unsplit model's file; None for the bundle's copy.
+        process: The first child process, if it has been started.
     """
-    process: DeviceProcess | None = None
 
     def compare(steps: StepInputs) -> Differences:
         nonlocal process
         differences: Differences
         try:
             if process is None or process.ended.is_set():
-                process = DeviceProcess(CPU)
-                process.sessions[0] = ()  # it ends with its last one
+                process = ComparingProcess()
             differences, notes = process.call("", _compare_here, 0, open_comparison, list_operator_libraries(), steps)
         except ExecutionError:
             if process is None or not process.ended.is_set():

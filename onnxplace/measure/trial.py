@@ -45,7 +45,7 @@ from onnxplace.machine.repeated_runs import (
 )
 from onnxplace.measure.cached_trials import RequestCount, Seconds, Share, measure_once
 from onnxplace.measure.compare import find_bundle_lineages, open_reference, settle
-from onnxplace.measure.size_comparison import compare_at_another_size
+from onnxplace.measure.size_comparison import ComparingProcess, compare_at_another_size
 from onnxplace.measure.step_inputs import RepeatedStep
 from onnxplace.pipeline.registry import create_runtime
 from onnxplace.runtime.interface import Event, Result, Runtime, RuntimeSession
@@ -170,6 +170,7 @@ class TrialSessions(ExitStack):
         super().__init__()
         self._sessions: dict[Path | tuple[int, ...], _TrialSession] = {}
         self._size_notes: dict[Path, tuple[str, ...]] = {}
+        self._process: ComparingProcess | None = None
 
     def is_open(self, key: Path | tuple[int, ...]) -> bool:
         """Return whether a bundle of such a path is open, or a plain session with such cores."""
@@ -191,10 +192,22 @@ class TrialSessions(ExitStack):
             self._sessions[cores] = _TrialSession(_PlainSession(bundle, cores), step)
         return self._sessions[cores]
 
+    def start_comparing(self) -> None:
+        """Start the process that compares at another size, beside what this one does until the first trial."""
+        self._process = ComparingProcess()
+        self._process.start()
+        self.callback(self._process.drop, 0)
+
+    def finish_starting(self) -> None:
+        """Wait until nothing of this runs beside a measurement."""
+        if self._process:
+            self._process.finish_start()
+
     def compare_at_another_size(self, bundle: Bundle) -> tuple[str, ...]:
         """Compare a bundle with the unsplit model at another size, as the function of this name does, once."""
         if bundle.path not in self._size_notes:
-            self._size_notes[bundle.path] = compare_at_another_size(bundle)
+            process, self._process = self._process, None
+            self._size_notes[bundle.path] = compare_at_another_size(bundle, process)
         return self._size_notes[bundle.path]
 
 

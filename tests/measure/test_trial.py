@@ -47,7 +47,7 @@ def short_trials(monkeypatch):
 @pytest.fixture
 def open_calls(monkeypatch) -> list[object]:
     """Return the list of bundles that are opened for trials from now on; comparisons open them in other processes."""
-    monkeypatch.setattr(trial, "compare_at_another_size", lambda bundle: ())
+    monkeypatch.setattr(trial, "compare_at_another_size", lambda *_: ())
     opened_bundles: list[object] = []
     actual = OnnxRuntime.open
     monkeypatch.setattr(
@@ -651,7 +651,7 @@ def test_sessions_that_are_open_are_not_opened_or_warmed_up_again(model_file, tm
 
 def test_a_bundle_is_compared_at_another_size_once(model_file, tmp_path, monkeypatch):
     bundle, compared = compile_bundle(model_file, tmp_path / "b", trial=False), []
-    monkeypatch.setattr(trial, "compare_at_another_size", lambda item: compared.append(item) or ("a note",))
+    monkeypatch.setattr(trial, "compare_at_another_size", lambda item, _: compared.append(item) or ("a note",))
     with trial.TrialSessions() as sessions:
         assert {sessions.compare_at_another_size(bundle) for _ in range(2)} == {("a note",)}
     assert compared == [bundle]

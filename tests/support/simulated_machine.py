@@ -172,7 +172,7 @@ def run_simulated_trials(
         "RepeatedStep": lambda *_, **__: repeated,
         "SplitStates": lambda _: SimpleNamespace(align_copies=lambda feeds: feeds),
         "measure_once": lambda *arguments: arguments[-1](),
-        "compare_at_another_size": lambda _: (),
+        "compare_at_another_size": lambda *_: (),
     }
     with machine.installed(), patch.multiple(trial, **replaced):
         return trial.run_trials(bundles, {}, plain=bool(one_device))
