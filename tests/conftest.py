@@ -169,9 +169,7 @@ class LocalProcess:
     def drop(self, _: int) -> None:
         self.ended.set()
 
-    def start(self) -> None: ...
-
-    def finish_start(self) -> None: ...
+    def load(self) -> None: ...
 
 
 @pytest.fixture(autouse=True)
@@ -179,7 +177,6 @@ def local_comparisons(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     """Compare other sizes in this process, unless a test has the mark `child_comparisons`."""
     if not request.node.get_closest_marker("child_comparisons"):
         monkeypatch.setattr("onnxplace.measure.size_comparison.ComparingProcess", LocalProcess)
-        monkeypatch.setattr("onnxplace.measure.trial.ComparingProcess", LocalProcess)
 
 
 @pytest.fixture(autouse=True)

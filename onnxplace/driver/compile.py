@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,13 +25,13 @@ from onnxplace.driver.plan_sets import join_sizes
 from onnxplace.driver.settings import CompileSettings, choose_output, choose_pipeline, choose_streaming, choose_target
 from onnxplace.driver.sources import ModelSource, SizedModel, bind_source, open_source, require_one_size
 from onnxplace.driver.step_parts import suggest_fixed_sizes
-from onnxplace.driver.trials import Compiled, finish_bundle, prepare_trials
+from onnxplace.driver.trials import Compiled, finish_bundle, prepare_trial
 from onnxplace.errors import Diagnostic, InfeasibleError, ModelError, UsageError
 from onnxplace.facts import Placement, Profile, Routes, Streaming
 from onnxplace.machine import measurement_cache
 from onnxplace.machine.hardware import list_accelerators, require_device
 from onnxplace.machine.ort_sessions import use_custom_operators
-from onnxplace.measure.trial import TrialSessions, measure_error
+from onnxplace.measure.trial import measure_error
 from onnxplace.model.loading import load as load_model, require_linkable, require_unchanged
 from onnxplace.model.model import Model
 from onnxplace.model.operator_checks import require_operators
@@ -155,9 +156,10 @@ def _run_pipeline(steps: Pipeline, state: State, staging: Staging, settings: Com
     if settings.objective == "step":
         find_objective("step", profiled)  # refuses models that are no training steps
     profiled = _profile(profiled, settings)
-    if settings.max_error is None:
-        return _build(profiled, staging, settings)
-    return _build_within(settings.max_error, profiled, staging, settings)
+    with prepare_trial(profiled.state) if settings.trial else nullcontext():
+        if settings.max_error is None:
+            return _build(profiled, staging, settings)
+        return _build_within(settings.max_error, profiled, staging, settings)
 
 
 def _build_within(maximum: float, profiled: Profiled, staging: Staging, settings: CompileSettings) -> Compiled:
@@ -188,22 +190,16 @@ def _build_within(maximum: float, profiled: Profiled, staging: Staging, settings
 
 def _build(profiled: Profiled, staging: Staging, settings: CompileSettings) -> Compiled:
     """Write the best bundle of a profiled model, and try it; idle devices are checked before."""
-    with TrialSessions() as sessions:
-        if settings.trial:
-            prepare_trials(profiled.state, sessions)
-        objective = _choose_objective(settings, profiled)
-        mode = "off" if settings.pipeline is not None or objective.is_exploring else settings.recompute
-        kept, *others = decide_or_recompute(objective, profiled, mode, settings.observer)
-        unused = report_idle_devices(kept.state)
-        if settings.strict:
-            require_all_devices_used(unused)
-        spare = _report_spare_ways(settings.shard_ways, profiled.state.target)
-        suggestions = (
-            [*_suggest_objective(kept.state), *suggest_fixed_sizes(kept)] if settings.compares_sharding else ()
-        )
-        kept = kept.with_notes(*unused, *spare, *suggestions).write(staging.folder, settings.observer)
-        comparison = _choose_comparison(settings, objective, kept)
-        return finish_bundle((kept, *others), comparison, staging, sessions, settings)
+    objective = _choose_objective(settings, profiled)
+    mode = "off" if settings.pipeline is not None or objective.is_exploring else settings.recompute
+    kept, *others = decide_or_recompute(objective, profiled, mode, settings.observer)
+    unused = report_idle_devices(kept.state)
+    if settings.strict:
+        require_all_devices_used(unused)
+    spare = _report_spare_ways(settings.shard_ways, profiled.state.target)
+    suggestions = [*_suggest_objective(kept.state), *suggest_fixed_sizes(kept)] if settings.compares_sharding else ()
+    kept = kept.with_notes(*unused, *spare, *suggestions).write(staging.folder, settings.observer)
+    return finish_bundle((kept, *others), _choose_comparison(settings, objective, kept), staging, settings)
 
 
 def _profile(profiled: Profiled, settings: CompileSettings) -> Profiled:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -25,7 +26,7 @@ from onnxplace.graph.op_graph import Floats
 from onnxplace.machine import measurement_cache
 from onnxplace.measure.host_nodes import report_host_nodes
 from onnxplace.measure.rate_trial import RateTrial, apply_rate_trial, choose_in_flight, run_rate_trials
-from onnxplace.measure.size_comparison import may_compare
+from onnxplace.measure.size_comparison import finish_preparing, may_compare, prepare_comparison
 from onnxplace.measure.trial import (
     Trial,
     TrialSessions,
@@ -83,19 +84,15 @@ class Compiled:
     """What was written, by which its step is predicted at other sizes."""
 
 
-def prepare_trials(state: State, sessions: TrialSessions) -> None:
-    """Start what trials of a profiled model will need, beside the search for placements."""
+def prepare_trial(state: State) -> AbstractContextManager[None]:
+    """Return a context that prepares inside what the trial of a profiled model will need."""
     profile, seconds = state[Profile], min(state[Profile].whole_seconds.values(), default=math.inf)
-    if state[Model].dimensions and may_compare(profile.graph.total_weight_bytes, seconds):
-        sessions.start_comparing()
+    compares = state[Model].dimensions and may_compare(profile.graph.total_weight_bytes, seconds)
+    return prepare_comparison() if compares else nullcontext()
 
 
 def finish_bundle(
-    candidates: Sequence[Candidate],
-    comparison: Comparison,
-    staging: Staging,
-    sessions: TrialSessions,
-    settings: CompileSettings,
+    candidates: Sequence[Candidate], comparison: Comparison, staging: Staging, settings: CompileSettings
 ) -> Compiled:
     """Run a trial if the costs were measured here, and record the results; the bundle is not yet in its place.
 
@@ -103,7 +100,6 @@ def finish_bundle(
         candidates: The best by prediction, which is written, and others that may turn out to be faster.
         comparison: What runs besides the bundle itself.
         staging: Where bundles are written.
-        sessions: Receives the sessions of trials.
         settings: Whether bundles may run, and whether earlier trials may be used.
     """
     kept, step, rate, has_compared = candidates[0], None, None, False
@@ -114,9 +110,10 @@ def finish_bundle(
         if settings.observer:
             settings.observer("trial", len(passes), len(passes) + 1)
         cache = settings.cache and all(getattr(item, "cache", True) for item in passes)
-        sessions.finish_starting()
-        trials = _Trials(kept, staging, sessions, cache, thorough=settings.effort == "high")
-        kept, step, rate = trials.run(candidates, comparison)
+        finish_preparing()
+        trials = _Trials(kept, staging, cache, thorough=settings.effort == "high")
+        with trials.sessions:
+            kept, step, rate = trials.run(candidates, comparison)
         has_compared = trials.has_compared_one_device
         timings += (Timing("trial", time.perf_counter() - start),)
     # From here on, predictions are those of measured segments, and the measured rate.
@@ -138,12 +135,10 @@ def finish_bundle(
 class _Trials:
     """Runs bundles of one model with the same inputs."""
 
-    def __init__(
-        self, first: Candidate, staging: Staging, sessions: TrialSessions, cache: bool, *, thorough: bool
-    ) -> None:
+    def __init__(self, first: Candidate, staging: Staging, cache: bool, *, thorough: bool) -> None:
         self._feeds: Mapping[str, Array] = first.unsharded[Model].feeds(first.profiled.seed)
         self._staging, self._cache, self._thorough = staging, cache, thorough
-        self._sessions = sessions
+        self.sessions = TrialSessions()
         self.has_compared_one_device = False
         """Whether the faster one of several devices and one was kept, as their turns had it."""
 
@@ -178,15 +173,15 @@ class _Trials:
         If that fails, there is a note instead of a trial; so there is if other programs disturbed a trial that
         contradicts the costs. Raises ExecutionError if the bundle computes something else than the unsplit model.
         """
-        bundle, options = candidate.bundle, {"thorough": self._thorough, "plain": True}
+        bundle = candidate.bundle
         try:
             if problem := self._find_obstacle(bundle):
                 return candidate.with_notes(problem), None
-            trial = self._run_trials([bundle], **options)[0]
+            trial = self._run_trial(bundle, self._cache)
             contradiction = _find_contradiction(candidate, trial)
             if contradiction and not trial.is_doubtful:  # measured once more, as either of the two may be wrong
                 measurement_cache.forget_used()
-                trial = self._run_trials([bundle], cached=False, **options)[0]
+                trial = self._run_trial(bundle, cached=False)
                 contradiction = _find_contradiction(candidate, trial)
         except OnnxplaceError as problem:
             if problem.code == "C022":
@@ -202,15 +197,13 @@ class _Trials:
             return candidate.with_notes(*notes, replace(doubt, message=message)), None
         return candidate.with_notes(*notes, *filter(None, [doubt or contradiction])), trial
 
+    def _run_trial(self, bundle: Bundle, cached: bool) -> Trial:
+        options = {"thorough": self._thorough, "plain": True, "cached": cached}
+        return run_trials([bundle], self._feeds, sessions=self.sessions, **options)[0]
+
     def _find_obstacle(self, *bundles: Bundle) -> Diagnostic | None:
         """Return why bundles cannot run next to those that are open, or None."""
-        return find_trial_obstacle(*(item for item in bundles if not self._sessions.is_open(item.path)))
-
-    def _run_trials(
-        self, bundles: Sequence[Bundle], *, cached: bool = True, thorough: bool = False, plain: bool = False
-    ) -> tuple[Trial, ...]:
-        reads, sessions = self._cache and cached, self._sessions
-        return run_trials(bundles, self._feeds, cached=reads, thorough=thorough, plain=plain, sessions=sessions)
+        return find_trial_obstacle(*(item for item in bundles if item.path not in self.sessions.opened))
 
     def _keep_fastest(
         self, candidates: Sequence[Candidate], comparison: Comparison
@@ -247,7 +240,8 @@ class _Trials:
         if len(candidates) == 1:
             return candidates[0]
         first = min(candidates, key=lambda item: item.devices) if candidates[-1].strategy.devices else candidates[0]
-        trials = self._run_trials([item.bundle for item in candidates])
+        bundles = [item.bundle for item in candidates]
+        trials = run_trials(bundles, self._feeds, cached=self._cache, sessions=self.sessions)
         seconds = {item.name: trial.step_seconds for item, trial in zip(candidates, trials)}
         best = min(candidates, key=lambda item: seconds[item.name] * (CLEAR_RATIO if item is first else 1.0))
         doubt = max(max(trial.waiting, trial.uncertainty) for trial in trials)
@@ -317,7 +311,7 @@ class _Trials:
             bundles = [single.bundle] if is_shown else [several.bundle, single.bundle]
             if self._find_obstacle(*bundles):
                 return several, step
-            *others, one = self._run_trials(bundles, plain=True)
+            *others, one = run_trials(bundles, self._feeds, cached=self._cache, plain=True, sessions=self.sessions)
         except (OnnxplaceError, OSError):  # for example, nodes are pinned to two devices
             return several, step
         if others:

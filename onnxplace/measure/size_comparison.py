@@ -10,6 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -172,10 +173,8 @@ def may_compare(stored_bytes: int, seconds: float) -> bool:
     return stored_bytes <= MAX_COMPARED_BYTES and seconds <= MAX_COMPARED_SECONDS
 
 
-def compare_at_another_size(bundle: Bundle, process: DeviceProcess | None = None) -> tuple[str, ...]:
+def compare_at_another_size(bundle: Bundle) -> tuple[str, ...]:
     """Raise ExecutionError if a bundle differs from the unsplit model at one other choice of sizes.
-
-    It runs in `process`, if there is one.
 
     Returns notes: sizes at which ONNX Runtime ends the process, and outputs that two equal runs of the unsplit model
     compute otherwise. There is no comparison if that takes long, or if rounding alone may change an output by much.
@@ -196,7 +195,7 @@ def compare_at_another_size(bundle: Bundle, process: DeviceProcess | None = None
     tried = list[SizeComparison]()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NoteWarning)  # that the host computes this size
-        with compare_in_child(partial(_open_trial, bundle.path, True), bundle.path, None, process) as compare:
+        with compare_in_child(partial(_open_trial, bundle.path, True), bundle.path, None) as compare:
             for item in islice(compare_other_sizes(compare, first, 1), MAX_TRIED):
                 tried.append(item)
                 if item.result != "skipped":
@@ -220,28 +219,43 @@ def compare_at_another_size(bundle: Bundle, process: DeviceProcess | None = None
 
 
 class ComparingProcess(DeviceProcess):
-    """A child process for `compare_in_child`, which has loaded what it needs when the first call comes."""
+    """A child process for `compare_in_child`."""
 
     def __init__(self) -> None:
         super().__init__(CPU)
         self.sessions[0] = ()  # it ends with its last one
 
-    def start(self) -> None:
-        """Start it, beside what this process does meanwhile."""
-        start_thread(threading.Thread(target=self.finish_start, daemon=True))
-
-    def finish_start(self) -> None:
-        """Wait until it is idle, so that it disturbs no measurement; a failure is one of the first comparison."""
+    def load(self) -> None:
+        """Let it load what it needs; a failure is left to the first comparison."""
         with suppress(ExecutionError):
             self.call("", _close, 0)
 
 
+_prepared: ContextVar[ComparingProcess | None] = ContextVar("process for comparisons", default=None)
+
+
+@contextmanager
+def prepare_comparison() -> Iterator[None]:
+    """Start the process for the first comparison inside, which loads what it needs beside what is done inside."""
+    process = ComparingProcess()
+    start_thread(threading.Thread(target=process.load, daemon=True))
+    token = _prepared.set(process)
+    try:
+        yield
+    finally:
+        _prepared.reset(token)
+        process.drop(0)
+
+
+def finish_preparing() -> None:
+    """Wait until the process of `prepare_comparison` is idle, so that it disturbs no measurement."""
+    if process := _prepared.get():
+        process.load()
+
+
 @contextmanager
 def compare_in_child(
-    open_comparison: Callable[[], AbstractContextManager[tuple[Compare, Any]]],
-    bundle: Path,
-    against: str | Path | None,
-    process: DeviceProcess | None = None,
+    open_comparison: Callable[[], AbstractContextManager[tuple[Compare, Any]]], bundle: Path, against: str | Path | None
 ) -> Iterator[Compare]:
     """Yield a function that compares in a child process, which starts with the first call, and again after its end.
 
@@ -252,8 +266,8 @@ def compare_in_child(
         open_comparison: A picklable function, whose context yields the function to call there, and a session.
         bundle: The path of the bundle that is compared.
         against: The unsplit model's file; None for the bundle's copy.
-        process: The first child process, if it has been started.
     """
+    process = _prepared.get()
 
     def compare(steps: StepInputs) -> Differences:
         nonlocal process

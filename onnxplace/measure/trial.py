@@ -10,11 +10,13 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -45,7 +47,7 @@ from onnxplace.machine.repeated_runs import (
 )
 from onnxplace.measure.cached_trials import RequestCount, Seconds, Share, measure_once
 from onnxplace.measure.compare import find_bundle_lineages, open_reference, settle
-from onnxplace.measure.size_comparison import ComparingProcess, compare_at_another_size
+from onnxplace.measure.size_comparison import compare_at_another_size
 from onnxplace.measure.step_inputs import RepeatedStep
 from onnxplace.pipeline.registry import create_runtime
 from onnxplace.runtime.interface import Event, Result, Runtime, RuntimeSession
@@ -168,47 +170,19 @@ class TrialSessions(ExitStack):
 
     def __init__(self) -> None:
         super().__init__()
-        self._sessions: dict[Path | tuple[int, ...], _TrialSession] = {}
-        self._size_notes: dict[Path, tuple[str, ...]] = {}
-        self._process: ComparingProcess | None = None
+        self.opened: dict[Path | tuple[int, ...], _TrialSession] = {}
+        """By the path of a bundle, or the cores of a plain session."""
 
-    def is_open(self, key: Path | tuple[int, ...]) -> bool:
-        """Return whether a bundle of such a path is open, or a plain session with such cores."""
-        return key in self._sessions
-
-    def open(self, bundle: Bundle, feeds: Mapping[str, Array], runtime: Runtime | None) -> _TrialSession:
-        """Return the session of a bundle."""
-        if bundle.path not in self._sessions:
-            session = self.enter_context((runtime or create_runtime("onnxruntime")).open(bundle, trace=True))
+    def open(
+        self, key: Path | tuple[int, ...], bundle: Bundle, feeds: Mapping[str, Array], session: Callable[[], Any]
+    ) -> _TrialSession:
+        """Return the session of a key; opens it, for steps with inputs of the bundle, if it is not open yet."""
+        if key not in self.opened:
             # One bundle may hold a state whole that another one holds in parts.
-            step = RepeatedStep(bundle, SplitStates(bundle.manifest).align_copies(feeds))
-            self._sessions[bundle.path] = _TrialSession(session, step)
-        return self._sessions[bundle.path]
-
-    def open_plain(self, bundle: Bundle, feeds: Mapping[str, Array], cores: tuple[int, ...]) -> _TrialSession:
-        """Return a session of the unsplit model on such cores; that of any bundle of the model will do."""
-        if cores not in self._sessions:
-            step = RepeatedStep(bundle, SplitStates(bundle.manifest).align_copies(feeds), carries=False)
-            self._sessions[cores] = _TrialSession(_PlainSession(bundle, cores), step)
-        return self._sessions[cores]
-
-    def start_comparing(self) -> None:
-        """Start the process that compares at another size, beside what this one does until the first trial."""
-        self._process = ComparingProcess()
-        self._process.start()
-        self.callback(self._process.drop, 0)
-
-    def finish_starting(self) -> None:
-        """Wait until nothing of this runs beside a measurement."""
-        if self._process:
-            self._process.finish_start()
-
-    def compare_at_another_size(self, bundle: Bundle) -> tuple[str, ...]:
-        """Compare a bundle with the unsplit model at another size, as the function of this name does, once."""
-        if bundle.path not in self._size_notes:
-            process, self._process = self._process, None
-            self._size_notes[bundle.path] = compare_at_another_size(bundle, process)
-        return self._size_notes[bundle.path]
+            feeds = SplitStates(bundle.manifest).align_copies(feeds)
+            step = RepeatedStep(bundle, feeds, carries=isinstance(key, Path))
+            self.opened[key] = _TrialSession(self.enter_context(session()), step)
+        return self.opened[key]
 
 
 def run_trials(
@@ -232,36 +206,34 @@ def run_trials(
     hosts, its sessions run, and nothing is reused. Raises ExecutionError if a segment fails or a bundle differs from
     the unsplit model at another size, and TargetError if a device is missing.
     """
-    is_local, policy = runtime is None, REPEAT_POLICY
-    if thorough:
-        policy = replace(policy, seconds=THOROUGH_SECONDS, min_runs=THOROUGH_RUNS)
-    elif len(bundles) > 1:
-        policy = replace(policy, min_runs=SURE_RUNS)
-    references = _list_reference_cores(bundles, sessions) if plain and is_local else ()
+    is_local = runtime is None
+    policy = replace(REPEAT_POLICY, min_runs=SURE_RUNS) if len(bundles) > 1 else REPEAT_POLICY
+    policy = replace(policy, seconds=THOROUGH_SECONDS, min_runs=THOROUGH_RUNS) if thorough else policy
+    references = _list_reference_cores(bundles, sessions.opened if sessions else ()) if plain and is_local else ()
 
     def measure() -> tuple[Trial, ...]:
-        with ExitStack() as stack:
-            opened = sessions or stack.enter_context(TrialSessions())
-            tried = [opened.open(bundle, feeds, runtime) for bundle in bundles]
-            plain_sessions = {cores: opened.open_plain(bundles[0], feeds, cores) for cores in references}
-            _take_turns(tried, [*plain_sessions.values()], policy)
-            plain_ones = [plain_sessions[cores] for cores in references]
-            return tuple(
-                replace(
-                    session.summarise(),
-                    plain=_compare_plain(session, *plain_ones) if plain_ones else None,
-                    size_notes=opened.compare_at_another_size(bundle) if is_local and compares else (),
-                )
-                for session, bundle in zip(tried, bundles)
-            )
+        opener = runtime or create_runtime("onnxruntime")
+        with nullcontext(sessions) if sessions else TrialSessions() as used:
+            tried = [used.open(item.path, item, feeds, partial(opener.open, item, trace=True)) for item in bundles]
+            plain_ones = [
+                used.open(cores, bundles[0], feeds, partial(_PlainSession, bundles[0], cores)) for cores in references
+            ]
+            _take_turns(tried, plain_ones, policy)
+        times = [_compare_plain(session, *plain_ones) if plain_ones else None for session in tried]
+        notes = [compare_at_another_size(bundle) if is_local and compares else () for bundle in bundles]
+        return tuple(
+            replace(session.summarise(), plain=times[index], size_notes=notes[index])
+            for index, session in enumerate(tried)
+        )
 
     parts = [f"{'compared ' * compares}trial {policy.min_runs}", *(f"plain {cores}" for cores in references)]
     return measure_once(Trial, parts, bundles, feeds, cached and is_local, is_local, measure)
 
 
 def _take_turns(tried: Sequence[_TrialSession], plain: Sequence[_TrialSession], policy: RepeatPolicy) -> None:
-    """Run bundles and plain sessions, of which a second one has all cores, until the times of bundles are sure."""
-    sessions, all_cores = [*tried, *plain], plain[1] if len(plain) > 1 else None
+    """Run bundles and plain sessions, of which the last one has all cores, until the times of bundles are sure."""
+    sessions = dict.fromkeys([*tried, *plain])
+    all_cores = plain[-1] if len({*plain}) > 1 else None
     for session in sessions:
         session.warm_up()
     # In turns, so that changes of the machine's speed affect all. The last bundle to settle ends the loop.
@@ -279,7 +251,7 @@ def _take_turns(tried: Sequence[_TrialSession], plain: Sequence[_TrialSession], 
         session.end()
 
 
-def _list_reference_cores(bundles: Sequence[Bundle], sessions: TrialSessions | None) -> tuple[tuple[int, ...], ...]:
+def _list_reference_cores(bundles: Sequence[Bundle], opened: Collection[object] = ()) -> tuple[tuple[int, ...], ...]:
     """Return the cores of one device, and all cores, if plain sessions can run the unsplit model here."""
     first = bundles[0].manifest
     if first.streams or not first.segments or any(device.kind != "cpu" for device in first.target.devices):
@@ -288,9 +260,9 @@ def _list_reference_cores(bundles: Sequence[Bundle], sessions: TrialSessions | N
     usual = [item.cores for item in first.target.devices if len(item.processors) < 2]
     cores, largest = available_cores(), max(usual or [item.cores for item in first.target.devices])
     references = cores[:largest], cores
-    needs = [count_process_bytes(item.manifest) for item in bundles if not (sessions and sessions.is_open(item.path))]
+    needs = [count_process_bytes(item.manifest) for item in bundles if item.path not in opened]
     weights = sum(item.bytes for item in (*first.files.values(), *first.linked.values()))
-    needs += [weights for item in references if not (sessions and sessions.is_open(item))]
+    needs += [weights for item in references if item not in opened]
     return references if sum(needs) <= available_memory_bytes() else ()
 
 

@@ -47,7 +47,7 @@ def short_trials(monkeypatch):
 @pytest.fixture
 def open_calls(monkeypatch) -> list[object]:
     """Return the list of bundles that are opened for trials from now on; comparisons open them in other processes."""
-    monkeypatch.setattr(trial, "compare_at_another_size", lambda *_: ())
+    monkeypatch.setattr(trial, "compare_at_another_size", lambda bundle: ())
     opened_bundles: list[object] = []
     actual = OnnxRuntime.open
     monkeypatch.setattr(
@@ -286,9 +286,9 @@ def test_a_speedup_is_of_times_from_one_trial(model_file, tmp_path):
 def test_plain_sessions_take_part_only_where_there_is_memory_for_them(model_file, tmp_path, monkeypatch):
     monkeypatch.setattr(trial, "available_memory_bytes", lambda: trial.count_process_bytes(bundle.manifest))
     bundle = compile_bundle(model_file, tmp_path / "b", trial=False)
-    assert trial._list_reference_cores([bundle], None) == ()
+    assert trial._list_reference_cores([bundle]) == ()
     monkeypatch.setattr(trial, "available_memory_bytes", lambda: 1 << 40)
-    assert [len(cores) for cores in trial._list_reference_cores([bundle], None)] == [1, len(available_cores())]
+    assert [len(cores) for cores in trial._list_reference_cores([bundle])] == [1, len(available_cores())]
 
 
 def find_untried_note(bundle, **changes):
@@ -644,14 +644,6 @@ def test_sessions_that_are_open_are_not_opened_or_warmed_up_again(model_file, tm
     with trial.TrialSessions() as sessions:
         for _ in range(2):
             trial.run_trials([bundle], feeds, cached=False, plain=True, sessions=sessions)
-        assert sessions.is_open(bundle.path)
+        assert {bundle.path} < sessions.opened.keys()
     assert len(open_calls) == 1
     assert len(references) == len({cores for _, _, cores in references})
-
-
-def test_a_bundle_is_compared_at_another_size_once(model_file, tmp_path, monkeypatch):
-    bundle, compared = compile_bundle(model_file, tmp_path / "b", trial=False), []
-    monkeypatch.setattr(trial, "compare_at_another_size", lambda item, _: compared.append(item) or ("a note",))
-    with trial.TrialSessions() as sessions:
-        assert {sessions.compare_at_another_size(bundle) for _ in range(2)} == {("a note",)}
-    assert compared == [bundle]
