@@ -160,7 +160,7 @@ def good_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 class LocalProcess:
     """Stands in for the child process that compares other sizes: a start takes half a second."""
 
-    def __init__(self) -> None:
+    def __init__(self, _: object) -> None:
         self.ended, self.sessions, self._opened = threading.Event(), {}, {}
 
     def call(self, _: str, function: Callable[..., object], number: int, *arguments: object) -> object:
@@ -169,14 +169,12 @@ class LocalProcess:
     def drop(self, _: int) -> None:
         self.ended.set()
 
-    def load(self) -> None: ...
-
 
 @pytest.fixture(autouse=True)
 def local_comparisons(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare other sizes in this process, unless a test has the mark `child_comparisons`."""
     if not request.node.get_closest_marker("child_comparisons"):
-        monkeypatch.setattr("onnxplace.measure.size_comparison.ComparingProcess", LocalProcess)
+        monkeypatch.setattr("onnxplace.measure.size_comparison.DeviceProcess", LocalProcess)
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ from onnxplace.driver.plan_sets import join_sizes
 from onnxplace.driver.settings import CompileSettings, choose_output, choose_pipeline, choose_streaming, choose_target
 from onnxplace.driver.sources import ModelSource, SizedModel, bind_source, open_source, require_one_size
 from onnxplace.driver.step_parts import suggest_fixed_sizes
-from onnxplace.driver.trials import Compiled, finish_bundle, prepare_trial
+from onnxplace.driver.trials import Compiled, finish_bundle
 from onnxplace.errors import Diagnostic, InfeasibleError, ModelError, UsageError
 from onnxplace.facts import Placement, Profile, Routes, Streaming
 from onnxplace.machine import measurement_cache
@@ -156,10 +155,9 @@ def _run_pipeline(steps: Pipeline, state: State, staging: Staging, settings: Com
     if settings.objective == "step":
         find_objective("step", profiled)  # refuses models that are no training steps
     profiled = _profile(profiled, settings)
-    with prepare_trial(profiled.state) if settings.trial else nullcontext():
-        if settings.max_error is None:
-            return _build(profiled, staging, settings)
-        return _build_within(settings.max_error, profiled, staging, settings)
+    if settings.max_error is None:
+        return _build(profiled, staging, settings)
+    return _build_within(settings.max_error, profiled, staging, settings)
 
 
 def _build_within(maximum: float, profiled: Profiled, staging: Staging, settings: CompileSettings) -> Compiled:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -26,7 +25,6 @@ from onnxplace.graph.op_graph import Floats
 from onnxplace.machine import measurement_cache
 from onnxplace.measure.host_nodes import report_host_nodes
 from onnxplace.measure.rate_trial import RateTrial, apply_rate_trial, choose_in_flight, run_rate_trials
-from onnxplace.measure.size_comparison import finish_preparing, may_compare, prepare_comparison
 from onnxplace.measure.trial import (
     Trial,
     TrialSessions,
@@ -84,13 +82,6 @@ class Compiled:
     """What was written, by which its step is predicted at other sizes."""
 
 
-def prepare_trial(state: State) -> AbstractContextManager[None]:
-    """Return a context that prepares inside what the trial of a profiled model will need."""
-    profile, seconds = state[Profile], min(state[Profile].whole_seconds.values(), default=math.inf)
-    compares = state[Model].dimensions and may_compare(profile.graph.total_weight_bytes, seconds)
-    return prepare_comparison() if compares else nullcontext()
-
-
 def finish_bundle(
     candidates: Sequence[Candidate], comparison: Comparison, staging: Staging, settings: CompileSettings
 ) -> Compiled:
@@ -110,7 +101,6 @@ def finish_bundle(
         if settings.observer:
             settings.observer("trial", len(passes), len(passes) + 1)
         cache = settings.cache and all(getattr(item, "cache", True) for item in passes)
-        finish_preparing()
         trials = _Trials(kept, staging, cache, thorough=settings.effort == "high")
         with trials.sessions:
             kept, step, rate = trials.run(candidates, comparison)
@@ -198,8 +188,8 @@ class _Trials:
         return candidate.with_notes(*notes, *filter(None, [doubt or contradiction])), trial
 
     def _run_trial(self, bundle: Bundle, cached: bool) -> Trial:
-        options = {"thorough": self._thorough, "plain": True, "cached": cached}
-        return run_trials([bundle], self._feeds, sessions=self.sessions, **options)[0]
+        is_thorough, used = self._thorough, self.sessions
+        return run_trials([bundle], self._feeds, cached=cached, thorough=is_thorough, plain=True, sessions=used)[0]
 
     def _find_obstacle(self, *bundles: Bundle) -> Diagnostic | None:
         """Return why bundles cannot run next to those that are open, or None."""
@@ -319,7 +309,9 @@ class _Trials:
         if place is _place_on_all_cores and (step.is_doubtful or one.is_doubtful):
             return several, step
         self.has_compared_one_device = True
-        several_seconds = step.step_seconds * _compare_turns(step, one)
+        several_seconds = step.step_seconds
+        if one.plain and step.plain:  # the plain session tells how much faster or slower the machine has become
+            several_seconds *= one.plain.one_device_seconds / max(step.plain.one_device_seconds, 1e-12)
         # They took turns, so that other work slowed both. A plain session that was faster, too, is a second witness.
         is_confirmed = step.plain is not None and step.plain.one_device_seconds < step.step_seconds
         if one.step_seconds > (1.0 if is_confirmed else CLEAR_ONE_DEVICE_RATIO) * several_seconds:
@@ -331,13 +323,6 @@ class _Trials:
         placer = several.state[Placement].placer
         note = Diagnostic("P042", message, where=placer, figures=figures)
         return single.with_notes(note, *report_idle_devices(single.state)), one
-
-
-def _compare_turns(earlier: Trial, later: Trial) -> float:
-    """Return how many times as long a step takes in the turns of a later trial, by the plain session in both."""
-    if not earlier.plain or not later.plain:
-        return 1.0
-    return later.plain.one_device_seconds / max(earlier.plain.one_device_seconds, 1e-12)
 
 
 def _list_times(seconds: Mapping[str, float], format_seconds: Callable[[float], str]) -> str:

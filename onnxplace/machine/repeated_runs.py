@@ -40,8 +40,8 @@ DOUBTFUL_WAITING_SHARE = 0.05
 MAX_CREDIBLE_WAITING_SHARE = 0.9
 # The machine is busy if even the undisturbed runs waited for a larger share of their time than this.
 BUSY_WAITING_SHARE = 0.02
-# Halves of the runs that differ by more standard errors than this differ because the speed of the machine drifts.
-DRIFT_ERRORS = 2
+# Halves of at least so many runs that differ by more standard errors than this: the speed of the machine drifts.
+DRIFT_RUNS, DRIFT_ERRORS = 15, 2
 # Clocks and caches settle in this time; runs that look stable earlier need not be.
 MIN_SECONDS = 0.1
 # Additions of the reference loop, which need no memory and take about 60 us.
@@ -67,10 +67,6 @@ class Runs:
     def join(parts: Sequence[Runs]) -> Runs:
         """Return runs that were made in several parts."""
         return Runs(*(np.concatenate([getattr(part, item.name) for part in parts]) for item in fields(Runs)))
-
-    def take(self, count: int) -> Runs:
-        """Return the first runs."""
-        return Runs(*(getattr(self, item.name)[:count] for item in fields(self)))
 
     @cached_property
     def undisturbed(self) -> Longs:
@@ -139,8 +135,8 @@ class Runs:
 class RepeatPolicy:
     """Limits for repeated runs.
 
-    They end once their median is sure, or once as many runs again have not made it surer: the speed of the machine
-    drifts then, and further runs would drift as well.
+    They end once their median is sure, or once the speed of the machine drifts: further runs would do so as well, and
+    make it no surer.
     """
 
     max_runs: int
@@ -192,11 +188,9 @@ class RepeatPolicy:
             return True
         if spent < MIN_SECONDS or count < self.min_runs:
             return False
-        if runs.uncertainty <= self.tolerance:
-            return True
-        # More runs lower the error, and a drift only as long as they are more alike than the first ones.
-        is_drifting = runs.drift > DRIFT_ERRORS * runs.error
-        return is_drifting and count >= 2 * MIN_RUNS and runs.take(count // 2).uncertainty <= runs.uncertainty
+        # More runs lower the error, and no drift.
+        is_drifting = count >= DRIFT_RUNS and runs.drift > DRIFT_ERRORS * runs.error
+        return is_drifting or runs.uncertainty <= self.tolerance
 
 
 # --------------------------------------------------------------------------------------------------- waiting for a core

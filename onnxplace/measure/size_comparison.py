@@ -6,11 +6,9 @@ empty axis, which may arise inside the model.
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from contextvars import ContextVar
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -42,7 +40,6 @@ from onnxplace.pipeline.registry import create_runtime
 from onnxplace.runtime.interface import RuntimeSession
 from onnxplace.utils.file_locks import temporary_folder
 from onnxplace.utils.subprocesses import start_child
-from onnxplace.utils.threads import start_thread
 
 Compare = Callable[[StepInputs], Differences]
 
@@ -168,11 +165,6 @@ def may_be_rounding(bundle: Bundle, comparisons: Sequence[SizeComparison]) -> bo
     return (is_small and all(one.result != "refused" for one in comparisons)) or rounds_to_few_values(bundle)
 
 
-def may_compare(stored_bytes: int, seconds: float) -> bool:
-    """Return whether a trial compares a model of so many bytes, which the host runs in so many seconds."""
-    return stored_bytes <= MAX_COMPARED_BYTES and seconds <= MAX_COMPARED_SECONDS
-
-
 def compare_at_another_size(bundle: Bundle) -> tuple[str, ...]:
     """Raise ExecutionError if a bundle differs from the unsplit model at one other choice of sizes.
 
@@ -186,7 +178,7 @@ def compare_at_another_size(bundle: Bundle) -> tuple[str, ...]:
     if any(device.kind != "cpu" for device in manifest.target.devices):
         seconds *= ACCELERATION
     is_rounded = rounds_to_few_values(bundle) or set(list_precisions(bundle).values()) - {"float32"}
-    if is_rounded or not may_compare(stored_bytes, seconds):
+    if stored_bytes > MAX_COMPARED_BYTES or seconds > MAX_COMPARED_SECONDS or is_rounded:
         return ()
     try:
         first = choose_step_inputs(bundle, None, {}, 0)
@@ -218,41 +210,6 @@ def compare_at_another_size(bundle: Bundle) -> tuple[str, ...]:
 # ------------------------------------------------------------------------------------------------ in a child process
 
 
-class ComparingProcess(DeviceProcess):
-    """A child process for `compare_in_child`."""
-
-    def __init__(self) -> None:
-        super().__init__(CPU)
-        self.sessions[0] = ()  # it ends with its last one
-
-    def load(self) -> None:
-        """Let it load what it needs; a failure is left to the first comparison."""
-        with suppress(ExecutionError):
-            self.call("", _close, 0)
-
-
-_prepared: ContextVar[ComparingProcess | None] = ContextVar("process for comparisons", default=None)
-
-
-@contextmanager
-def prepare_comparison() -> Iterator[None]:
-    """Start the process for the first comparison inside, which loads what it needs beside what is done inside."""
-    process = ComparingProcess()
-    start_thread(threading.Thread(target=process.load, daemon=True))
-    token = _prepared.set(process)
-    try:
-        yield
-    finally:
-        _prepared.reset(token)
-        process.drop(0)
-
-
-def finish_preparing() -> None:
-    """Wait until the process of `prepare_comparison` is idle, so that it disturbs no measurement."""
-    if process := _prepared.get():
-        process.load()
-
-
 @contextmanager
 def compare_in_child(
     open_comparison: Callable[[], AbstractContextManager[tuple[Compare, Any]]], bundle: Path, against: str | Path | None
@@ -267,14 +224,15 @@ def compare_in_child(
         bundle: The path of the bundle that is compared.
         against: The unsplit model's file; None for the bundle's copy.
     """
-    process = _prepared.get()
+    process: DeviceProcess | None = None
 
     def compare(steps: StepInputs) -> Differences:
         nonlocal process
         differences: Differences
         try:
             if process is None or process.ended.is_set():
-                process = ComparingProcess()
+                process = DeviceProcess(CPU)
+                process.sessions[0] = ()  # it ends with its last one
             differences, notes = process.call("", _compare_here, 0, open_comparison, list_operator_libraries(), steps)
         except ExecutionError:
             if process is None or not process.ended.is_set():

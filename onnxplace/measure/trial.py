@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -58,8 +58,8 @@ from onnxplace.utils.differences import relative_error
 from onnxplace.utils.files import write_file
 from onnxplace.utils.progress import report_progress
 
-# Clocks and caches settle within this time, and sessions within these steps, or fewer that take longer.
-WARM_UP_SECONDS, WARM_UP_STEPS, LONG_WARM_UP_SECONDS = 0.03, 2, 0.05
+# Clocks, caches and sessions settle within this time, or within one step.
+WARM_UP_SECONDS = 0.05
 # Repeat until the median is sure, or more steps do not make it surer; stop after `max_runs` steps, or these seconds.
 # Where bundles are compared, there are at least `SURE_RUNS` steps, and more if the user wants to be sure.
 REPEAT_POLICY, SURE_RUNS = RepeatPolicy(max_runs=2000, seconds=0.6, tolerance=0.02), 5
@@ -73,6 +73,9 @@ ALL_CORES_ROUNDS = 4
 DOUBT = "the trial is less sure than usual: steps"
 # Codes of notes that there was no trial, or that it failed: they are wrong once a later one is recorded.
 NO_TRIAL_CODES = ("C020", "C021")
+
+
+Cores = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -170,18 +173,16 @@ class TrialSessions(ExitStack):
 
     def __init__(self) -> None:
         super().__init__()
-        self.opened: dict[Path | tuple[int, ...], _TrialSession] = {}
+        self.opened: dict[Path | Cores, _TrialSession] = {}
         """By the path of a bundle, or the cores of a plain session."""
 
-    def open(
-        self, key: Path | tuple[int, ...], bundle: Bundle, feeds: Mapping[str, Array], session: Callable[[], Any]
-    ) -> _TrialSession:
-        """Return the session of a key; opens it, for steps with inputs of the bundle, if it is not open yet."""
+    def open(self, key: Path | Cores, bundle: Bundle, feeds: Mapping[str, Array], create: Any) -> _TrialSession:
+        """Return the session of a key; unless it is open, `create` opens it, for steps with inputs of the bundle."""
         if key not in self.opened:
             # One bundle may hold a state whole that another one holds in parts.
             feeds = SplitStates(bundle.manifest).align_copies(feeds)
             step = RepeatedStep(bundle, feeds, carries=isinstance(key, Path))
-            self.opened[key] = _TrialSession(self.enter_context(session()), step)
+            self.opened[key] = _TrialSession(self.enter_context(create()), step)
         return self.opened[key]
 
 
@@ -251,7 +252,7 @@ def _take_turns(tried: Sequence[_TrialSession], plain: Sequence[_TrialSession], 
         session.end()
 
 
-def _list_reference_cores(bundles: Sequence[Bundle], opened: Collection[object] = ()) -> tuple[tuple[int, ...], ...]:
+def _list_reference_cores(bundles: Sequence[Bundle], opened: Collection[object] = ()) -> tuple[Cores, ...]:
     """Return the cores of one device, and all cores, if plain sessions can run the unsplit model here."""
     first = bundles[0].manifest
     if first.streams or not first.segments or any(device.kind != "cpu" for device in first.target.devices):
@@ -423,8 +424,8 @@ class _TrialSession:
 
     def warm_up(self) -> None:
         """Run uncounted steps until clocks, caches and sessions have settled; forget the steps of an earlier trial."""
-        began, elapsed = time.perf_counter(), LONG_WARM_UP_SECONDS if self._steps else 0.0
-        while elapsed < WARM_UP_SECONDS or (len(self._steps) < WARM_UP_STEPS and elapsed < LONG_WARM_UP_SECONDS):
+        began, elapsed = time.perf_counter(), WARM_UP_SECONDS if self._steps else 0.0
+        while elapsed < WARM_UP_SECONDS:
             self._run_step()
             elapsed = time.perf_counter() - began
         for item in (self._steps, self._waiting_shares, self._reference_seconds, self.bursts):
