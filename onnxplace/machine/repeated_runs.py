@@ -40,8 +40,8 @@ DOUBTFUL_WAITING_SHARE = 0.05
 MAX_CREDIBLE_WAITING_SHARE = 0.9
 # The machine is busy if even the undisturbed runs waited for a larger share of their time than this.
 BUSY_WAITING_SHARE = 0.02
-# Halves of at least so many runs that differ by more standard errors than this: the speed of the machine drifts.
-DRIFT_RUNS, DRIFT_ERRORS = 15, 2
+# The speed of the machine drifts if halves of so many runs, or more, in so much time differ by more standard errors.
+DRIFT_RUNS, DRIFT_SECONDS, DRIFT_ERRORS = 15, 0.3, 2
 # Clocks and caches settle in this time; runs that look stable earlier need not be.
 MIN_SECONDS = 0.1
 # Additions of the reference loop, which need no memory and take about 60 us.
@@ -189,8 +189,8 @@ class RepeatPolicy:
         if spent < MIN_SECONDS or count < self.min_runs:
             return False
         # More runs lower the error, and no drift.
-        is_drifting = count >= DRIFT_RUNS and runs.drift > DRIFT_ERRORS * runs.error
-        return is_drifting or runs.uncertainty <= self.tolerance
+        is_long = count >= DRIFT_RUNS and spent >= DRIFT_SECONDS
+        return (is_long and runs.drift > DRIFT_ERRORS * runs.error) or runs.uncertainty <= self.tolerance
 
 
 # --------------------------------------------------------------------------------------------------- waiting for a core
