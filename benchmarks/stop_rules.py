@@ -1,8 +1,8 @@
-"""When measurements stop, on a simulated machine: python benchmarks/stop_rules.py [--seeds 100].
+"""When measurements stop, on a simulated machine: python benchmarks/stop_rules.py [--seeds 100] [--noises].
 
-The clock is virtual, and noise is drawn from seeds. For steps of 1, 10, 100 and 250 ms and each kind of noise, prints
-what a profile takes and how far its median is off; then what a trial takes that compares a bundle with one device
-(9 % faster), and one that compares two bundles (5 % apart).
+The clock is virtual, and noise is drawn from seeds. For steps of 1, 10, 100 and 250 ms, prints what a profile takes and
+how far its median is off; then the same of a trial that compares a bundle with one device (1.1 times as fast), and of
+one that compares two bundles (5 % apart). Means over all kinds of noise; with `--noises`, a row for each.
 
 `off` is the share of measurements more than 5 % off, `sure, off` that of those which report no doubt either, `wrong`
 the share of trials that prefer the slower of two; `unsure` the share that report doubt. Times are virtual seconds, as
@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from onnxplace.graph.op_graph import Floats
 from onnxplace.machine.repeated_runs import DOUBTFUL_WAITING_SHARE, RepeatPolicy
 from onnxplace.passes.profile import ProfileCosts
 from tests.support.simulated_machine import NOISES, SimulatedMachine, run_simulated_trials
@@ -53,28 +54,38 @@ def measure_two(machine: SimulatedMachine, step: float) -> tuple[float, bool, bo
 
 
 def main() -> None:
-    """Print a row for each measurement, noise and step."""
+    """Print a row for each measurement and step."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", type=int, default=100)
-    seeds = parser.parse_args().seeds
+    parser.add_argument("--seeds", type=int, default=100, help="simulated measurements of each row and noise")
+    parser.add_argument("--noises", action="store_true", help="print each kind of noise")
+    arguments = parser.parse_args()
     kinds: dict[str, Callable[[SimulatedMachine, float], tuple[float, bool, bool]]] = {
         "profile": measure_profile,
         "trial, one device": measure_speedup,
         "trial, two bundles": measure_two,
     }
+    print(f"{'measurement':<20}{'noise':<12}{'ms':>5}{'runs':>6}{'seconds':>9}{'off':>7}{'sure, off':>11}", end="")
+    print(f"{'unsure':>8}{'wrong':>7}")
     for kind, measure in kinds.items():
-        print(f"{kind:<20}{'ms':>5}{'runs':>6}{'seconds':>9}{'off':>6}{'sure, off':>11}{'unsure':>8}{'wrong':>7}")
-        for name, noise in NOISES.items():
-            for step in STEPS:
-                rows = []
-                for seed in range(seeds):
-                    machine = SimulatedMachine(noise, seed)
-                    error, doubt, wrong = measure(machine, step)
-                    off = abs(error) > 0.05
-                    rows.append((machine.runs, machine.now, off, off and not doubt, doubt, wrong))
-                runs, seconds, *shares = np.mean(np.array(rows, dtype=float), axis=0)
-                texts = "".join(f"{share:>{width}.0%}" for share, width in zip(shares, (6, 11, 8, 7)))
-                print(f"{name:<20}{step * 1e3:>5.0f}{runs:>6.0f}{seconds:>9.2f}{texts}", flush=True)
+        for step in STEPS:
+            means = {name: _measure_all(measure, name, step, arguments.seeds) for name in NOISES}
+            for name, row in means.items() if arguments.noises else [("all", np.mean([*means.values()], axis=0))]:
+                texts = "".join(f"{share:>{width}.1%}" for share, width in zip(row[2:], (7, 11, 8, 7)))
+                print(f"{kind:<20}{name:<12}{step * 1e3:>5.0f}{row[0]:>6.0f}{row[1]:>9.2f}{texts}", flush=True)
+
+
+def _measure_all(
+    measure: Callable[[SimulatedMachine, float], tuple[float, bool, bool]], noise: str, step: float, seeds: int
+) -> Floats:
+    """Return means over seeds: runs, seconds, and the shares of `main`."""
+    rows = []
+    for seed in range(seeds):
+        machine = SimulatedMachine(NOISES[noise], seed)
+        error, doubt, wrong = measure(machine, step)
+        off = abs(error) > 0.05
+        rows.append((machine.runs, machine.now, off, off and not doubt, doubt, wrong))
+    means: Floats = np.mean(np.array(rows, dtype=float), axis=0)
+    return means
 
 
 if __name__ == "__main__":
