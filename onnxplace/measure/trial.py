@@ -33,6 +33,7 @@ from onnxplace.bundle.split_states import SplitStates
 from onnxplace.errors import Diagnostic
 from onnxplace.feeds.feeds import Array
 from onnxplace.machine.hardware import RUNTIME_BYTES, available_cores, available_memory_bytes, find_device_problem
+from onnxplace.machine.ort_sessions import open_in_threads
 from onnxplace.machine.repeated_runs import (
     DOUBTFUL_WAITING_SHARE,
     MAX_CREDIBLE_WAITING_SHARE,
@@ -216,9 +217,10 @@ def run_trials(
         opener = runtime or create_runtime("onnxruntime")
         with nullcontext(sessions) if sessions else TrialSessions() as used:
             tried = [used.open(item.path, item, feeds, partial(opener.open, item, trace=True)) for item in bundles]
-            plain_ones = [
-                used.open(cores, bundles[0], feeds, partial(_PlainSession, bundles[0], cores)) for cores in references
-            ]
+            plain = {cores: partial(_PlainSession, bundles[0], cores) for cores in references}
+            jobs = [partial(used.open, cores, bundles[0], feeds, create) for cores, create in plain.items()]
+            plain_sessions = dict(zip(plain, open_in_threads(jobs)))
+            plain_ones = [plain_sessions[cores] for cores in references]
             _take_turns(tried, plain_ones, policy)
         times = [_compare_plain(session, *plain_ones) if plain_ones else None for session in tried]
         notes = [compare_at_another_size(bundle) if is_local and compares else () for bundle in bundles]
@@ -260,7 +262,8 @@ def _list_reference_cores(bundles: Sequence[Bundle], opened: Collection[object] 
     # A device that spans several processors is no single one, unless it is all there is.
     usual = [item.cores for item in first.target.devices if len(item.processors) < 2]
     cores, largest = available_cores(), max(usual or [item.cores for item in first.target.devices])
-    references = cores[:largest], cores
+    # Backwards where they differ, so that they are opened on different cores.
+    references = cores[:largest], cores[::-1] if largest < len(cores) else cores
     needs = [count_process_bytes(item.manifest) for item in bundles if item.path not in opened]
     weights = sum(item.bytes for item in (*first.files.values(), *first.linked.values()))
     needs += [weights for item in references if item not in opened]
