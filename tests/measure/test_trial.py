@@ -16,6 +16,7 @@ from onnxplace.bundle.bundle import describe_step
 from onnxplace.bundle.bundle_routes import list_routes
 from onnxplace.bundle.bundle_simulation import predict_serial_seconds, simulate_manifest
 from onnxplace.bundle.manifest import Manifest
+from onnxplace.driver import trials as driver_trials
 from onnxplace.driver.compile import compile_model
 from onnxplace.errors import Diagnostic, ExecutionError
 from onnxplace.facts import REFUSED_SECONDS, Placement
@@ -454,6 +455,38 @@ def test_two_devices_are_chosen_unless_one_is_clearly_faster(make_model_for_two,
     assert len(list_devices(result.bundle)) == 2
     assert "P042" not in {note.code for note in result.diagnostics}
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("high", "slower", "alone", "runs", "kept", "took"),
+    [
+        (0.9, 1.0, 0.026, [2, 1], "cpu:0", "30 ms"),  # shown by nine of ten turns: only the one device runs
+        (0.9, 2.0, 0.052, [2, 1], "cpu:0", "60 ms"),  # the machine has become slower meanwhile
+        (0.9, 1.0, 0.031, [2, 1], "", ""),  # the bundle is slower than the plain session
+        (1.02, 1.0, 0.026, [2, 2, 1], "cpu:0", "30 ms"),  # not sure: both run in turns
+    ],
+)
+def test_a_bundle_that_turns_have_shown_to_be_slower_does_not_run_again(
+    make_model_for_two, monkeypatch, high, slower, alone, runs, kept, took
+):
+    pretend_trials(monkeypatch, {2: 0.03, 1: alone})
+    pretend, ran = driver_trials.run_trials, []
+
+    def run(bundles, feeds, **options):
+        several = [len(list_devices(bundle)) == 2 for bundle in bundles]
+        ran.extend(len(list_devices(bundle)) for bundle in bundles)
+        one_device = 0.025 if any(several) else 0.025 * slower
+        plain = trial.PlainTimes(one_device, 1.0, 0.8, high)
+        return tuple(replace(item, plain=plain) for item in pretend(bundles, feeds, **options))
+
+    monkeypatch.setattr("onnxplace.driver.trials.run_trials", run)
+    result = make_model_for_two()
+    assert ran == runs
+    notes = [note.message for note in result.diagnostics if note.code == "P042"]
+    assert notes == (
+        [f"in a trial, a step took {took}, and on cpu:0 alone {alone * 1e3:.0f} ms: kept cpu:0"] * bool(kept)
+    )
+    assert len(list_devices(result.bundle)) == (1 if kept else 2)
 
 
 def test_two_devices_are_chosen_if_there_is_no_room_for_another_bundle(make_model_for_two, monkeypatch, tmp_path):
