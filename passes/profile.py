@@ -59,10 +59,10 @@ class ProfileCosts(Pass):
 
     repeat: Annotated[int, Ge(1)] = 100
     """Most measured runs per class of device, after two for warming up."""
-    seconds: Annotated[float, Ge(0)] = 5.0
+    seconds: Annotated[float, Ge(0)] = 0.6
     """Stop repeating after this long, though not before three runs."""
     tolerance: Annotated[float, Ge(0)] = 0.02
-    """Stop repeating when the standard error of the median run is below this share of it."""
+    """Stop repeating when the standard error of the median run is below this share of it, or no longer falls."""
     costs: str = ""
     """A cost file (JSON or CSV) to read instead of measuring."""
     save: str = ""

@@ -27,7 +27,7 @@ Effort = Literal["low", "default", "high"]
 EFFORTS: Mapping[str, Mapping[str, Mapping[str, object]]] = {
     "low": {"profile": {"estimate": True}, "auto": {"seconds": 0.2}, "stages": {"seconds": 0.2}},
     "default": {"auto": {"eager": True}},
-    "high": {"profile": {"thorough": True}},
+    "high": {"profile": {"thorough": True, "seconds": 5.0}},
 }
 # How `--max-memory` names the host's memory.
 HOST = "host"

@@ -27,6 +27,7 @@ from onnxplace.measure.host_nodes import report_host_nodes
 from onnxplace.measure.rate_trial import RateTrial, apply_rate_trial, choose_in_flight, run_rate_trials
 from onnxplace.measure.trial import (
     Trial,
+    TrialSessions,
     apply_trial,
     find_trial_doubt,
     find_trial_obstacle,
@@ -101,7 +102,8 @@ def finish_bundle(
             settings.observer("trial", len(passes), len(passes) + 1)
         cache = settings.cache and all(getattr(item, "cache", True) for item in passes)
         trials = _Trials(kept, staging, cache, thorough=settings.effort == "high")
-        kept, step, rate = trials.run(candidates, comparison)
+        with trials.sessions:
+            kept, step, rate = trials.run(candidates, comparison)
         has_compared = trials.has_compared_one_device
         timings += (Timing("trial", time.perf_counter() - start),)
     # From here on, predictions are those of measured segments, and the measured rate.
@@ -127,6 +129,7 @@ class _Trials:
     def __init__(self, first: Candidate, staging: Staging, cache: bool, *, thorough: bool) -> None:
         self._feeds: Mapping[str, Array] = first.unsharded[Model].feeds(first.profiled.seed)
         self._staging, self._cache, self._thorough = staging, cache, thorough
+        self.sessions = TrialSessions()
         self.has_compared_one_device = False
         """Whether the faster one of several devices and one was kept, as their turns had it."""
 
@@ -163,7 +166,7 @@ class _Trials:
         """
         bundle = candidate.bundle
         try:
-            if problem := find_trial_obstacle(bundle):
+            if problem := self._find_obstacle(bundle):
                 return candidate.with_notes(problem), None
             trial = self._run_trial(bundle, self._cache)
             contradiction = _find_contradiction(candidate, trial)
@@ -186,7 +189,12 @@ class _Trials:
         return candidate.with_notes(*notes, *filter(None, [doubt or contradiction])), trial
 
     def _run_trial(self, bundle: Bundle, cached: bool) -> Trial:
-        return run_trials([bundle], self._feeds, cached=cached, thorough=self._thorough, plain=True)[0]
+        is_thorough, used = self._thorough, self.sessions
+        return run_trials([bundle], self._feeds, cached=cached, thorough=is_thorough, plain=True, sessions=used)[0]
+
+    def _find_obstacle(self, *bundles: Bundle) -> Diagnostic | None:
+        """Return why bundles cannot run next to those that are open, or None."""
+        return find_trial_obstacle(*(item for item in bundles if item.path not in self.sessions.opened))
 
     def _keep_fastest(
         self, candidates: Sequence[Candidate], comparison: Comparison
@@ -223,7 +231,8 @@ class _Trials:
         if len(candidates) == 1:
             return candidates[0]
         first = min(candidates, key=lambda item: item.devices) if candidates[-1].strategy.devices else candidates[0]
-        trials = run_trials([item.bundle for item in candidates], self._feeds, cached=self._cache)
+        bundles = [item.bundle for item in candidates]
+        trials = run_trials(bundles, self._feeds, cached=self._cache, sessions=self.sessions)
         seconds = {item.name: trial.step_seconds for item, trial in zip(candidates, trials)}
         best = min(candidates, key=lambda item: seconds[item.name] * (CLEAR_RATIO if item is first else 1.0))
         doubt = max(max(trial.waiting, trial.uncertainty) for trial in trials)
@@ -286,22 +295,30 @@ class _Trials:
         """Return the bundle that `place` puts on one device if faster, else the given one."""
         try:
             single = place(several).write(self._staging.sibling_path(ending))
-            bundles = [several.bundle, single.bundle]
-            if find_trial_obstacle(*bundles):
+            # A plain session that was faster in nine of ten turns has shown it: the other bundle need not run again.
+            is_shown = step.plain and step.plain.speedup_high < CLEAR_ONE_DEVICE_RATIO
+            is_shown = is_shown and place is _place_on_one_device
+            bundles = [single.bundle] if is_shown else [several.bundle, single.bundle]
+            if self._find_obstacle(*bundles):
                 return several, step
-            step, one = run_trials(bundles, self._feeds, cached=self._cache, plain=True)
+            *others, one = run_trials(bundles, self._feeds, cached=self._cache, plain=True, sessions=self.sessions)
         except (OnnxplaceError, OSError):  # for example, nodes are pinned to two devices
             return several, step
+        if others:
+            step = others[0]
         if place is _place_on_all_cores and (step.is_doubtful or one.is_doubtful):
             return several, step
         self.has_compared_one_device = True
+        several_seconds = step.step_seconds
+        if one.plain and step.plain:  # the plain session tells how much faster or slower the machine has become
+            several_seconds *= one.plain.one_device_seconds / max(step.plain.one_device_seconds, 1e-12)
         # They took turns, so that other work slowed both. A plain session that was faster, too, is a second witness.
         is_confirmed = step.plain is not None and step.plain.one_device_seconds < step.step_seconds
-        if one.step_seconds > (1.0 if is_confirmed else CLEAR_ONE_DEVICE_RATIO) * step.step_seconds:
+        if one.step_seconds > (1.0 if is_confirmed else CLEAR_ONE_DEVICE_RATIO) * several_seconds:
             return several, step
         home = single.state.target.devices[int(single.state[Placement].device[0])].id
-        took, alone = format_milliseconds(step.step_seconds), format_milliseconds(one.step_seconds)
-        figures = (Figure(home, one.step_seconds), Figure("several devices", step.step_seconds))
+        took, alone = format_milliseconds(several_seconds), format_milliseconds(one.step_seconds)
+        figures = (Figure(home, one.step_seconds), Figure("several devices", several_seconds))
         message = f"in a trial, a step took {took}, and on {home} alone {alone}: kept {home}"
         placer = several.state[Placement].placer
         note = Diagnostic("P042", message, where=placer, figures=figures)

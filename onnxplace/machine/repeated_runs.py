@@ -40,10 +40,10 @@ DOUBTFUL_WAITING_SHARE = 0.05
 MAX_CREDIBLE_WAITING_SHARE = 0.9
 # The machine is busy if even the undisturbed runs waited for a larger share of their time than this.
 BUSY_WAITING_SHARE = 0.02
-# On a busy machine, parts of a run can be told apart only from this many runs.
-BUSY_RUNS = 15
+# The speed of the machine drifts if halves of so many runs, or more, in so much time differ by more standard errors.
+DRIFT_RUNS, DRIFT_SECONDS, DRIFT_ERRORS = 15, 0.3, 2
 # Clocks and caches settle in this time; runs that look stable earlier need not be.
-MIN_SECONDS = 0.25
+MIN_SECONDS = 0.1
 # Additions of the reference loop, which need no memory and take about 60 us.
 REFERENCE_ADDITIONS = 5_000
 # A core is slower than at other times if the loop takes longer by this factor. Clocks have steps of 7 %.
@@ -100,14 +100,23 @@ class Runs:
 
     @property
     def uncertainty(self) -> float:
-        """Return the standard error of the median, as a share of it; more if the speed of the machine drifts.
+        """Return the standard error of the median, as a share of it; more if the speed of the machine drifts."""
+        return max(self.error, self.drift)
 
-        It is that of a normal distribution; half the difference of the medians of first and second half if larger.
-        """
+    @property
+    def error(self) -> float:
+        """Return the standard error of the median of a normal distribution, as a share of the median."""
         # 1.4826 turns a median deviation into a standard deviation; a median is 1.2533 times less exact than a mean.
-        error = 1.2533 * 1.4826 * self.spread / float(np.sqrt(len(self.computing_seconds)))
+        return 1.2533 * 1.4826 * self.spread / float(np.sqrt(len(self.computing_seconds)))
+
+    @property
+    def drift(self) -> float:
+        """Return by which share the median may be wrong as the speed of the machine drifts.
+
+        It is half the difference of the medians of first and second half; the slowdown of all runs if that is larger.
+        """
         halves = [float(np.median(half)) for half in np.array_split(self.computing_seconds, 2) if len(half)]
-        return max(error, (max(halves) - min(halves)) / 2 / max(self.seconds, 1e-12), self.slowdown)
+        return max((max(halves) - min(halves)) / 2 / max(self.seconds, 1e-12), self.slowdown)
 
     @property
     def slowdown(self) -> float:
@@ -124,7 +133,11 @@ class Runs:
 
 @dataclass(frozen=True)
 class RepeatPolicy:
-    """Limits for repeated runs: they end once their median is stable."""
+    """Limits for repeated runs.
+
+    They end once their median is sure, or once the speed of the machine drifts: further runs would do so as well, and
+    make it no surer.
+    """
 
     max_runs: int
     """Highest number of runs."""
@@ -175,7 +188,9 @@ class RepeatPolicy:
             return True
         if spent < MIN_SECONDS or count < self.min_runs:
             return False
-        return runs.uncertainty <= self.tolerance and (runs.waiting <= BUSY_WAITING_SHARE or count >= BUSY_RUNS)
+        # More runs lower the error, and no drift.
+        is_long = count >= DRIFT_RUNS and spent >= DRIFT_SECONDS
+        return (is_long and runs.drift > DRIFT_ERRORS * runs.error) or runs.uncertainty <= self.tolerance
 
 
 # --------------------------------------------------------------------------------------------------- waiting for a core

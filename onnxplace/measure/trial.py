@@ -12,8 +12,11 @@ import math
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -30,6 +33,7 @@ from onnxplace.bundle.split_states import SplitStates
 from onnxplace.errors import Diagnostic
 from onnxplace.feeds.feeds import Array
 from onnxplace.machine.hardware import RUNTIME_BYTES, available_cores, available_memory_bytes, find_device_problem
+from onnxplace.machine.ort_sessions import open_in_threads
 from onnxplace.machine.repeated_runs import (
     DOUBTFUL_WAITING_SHARE,
     MAX_CREDIBLE_WAITING_SHARE,
@@ -55,11 +59,12 @@ from onnxplace.utils.differences import relative_error
 from onnxplace.utils.files import write_file
 from onnxplace.utils.progress import report_progress
 
-# Clocks and caches settle within this time, and sessions within these steps.
-WARM_UP_SECONDS, WARM_UP_STEPS = 0.03, 2
-# Repeat until the standard error of the median is below the tolerance; stop after `max_runs` steps, or these seconds.
-# Where bundles are compared, or the user wants to be sure, there are at least `SURE_RUNS` steps.
-REPEAT_POLICY, SURE_RUNS = RepeatPolicy(max_runs=2000, seconds=1.0, tolerance=0.02, min_runs=5), 9
+# Clocks, caches and sessions settle within this time, or within one step.
+WARM_UP_SECONDS = 0.05
+# Repeat until the median is sure, or more steps do not make it surer; stop after `max_runs` steps, or these seconds.
+# Where bundles are compared, there are at least `SURE_RUNS` steps, and more if the user wants to be sure.
+REPEAT_POLICY, SURE_RUNS = RepeatPolicy(max_runs=2000, seconds=0.6, tolerance=0.02), 5
+THOROUGH_SECONDS, THOROUGH_RUNS = 2.0, 9
 # Bundles take turns of this time. Reading how long threads waited takes longer than a small step, so it is done once
 # per turn.
 BURST_SECONDS = 0.01
@@ -69,6 +74,9 @@ ALL_CORES_ROUNDS = 4
 DOUBT = "the trial is less sure than usual: steps"
 # Codes of notes that there was no trial, or that it failed: they are wrong once a later one is recorded.
 NO_TRIAL_CODES = ("C020", "C021")
+
+
+Cores = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -161,6 +169,24 @@ def _find_missing_gpu(manifest: Manifest) -> Diagnostic | None:
     return None
 
 
+class TrialSessions(ExitStack):
+    """Bundles of one model and plain sessions of it: they stay open from one trial to the next, until this ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened: dict[Path | Cores, _TrialSession] = {}
+        """By the path of a bundle, or the cores of a plain session."""
+
+    def open(self, key: Path | Cores, bundle: Bundle, feeds: Mapping[str, Array], create: Any) -> _TrialSession:
+        """Return the session of a key; unless it is open, `create` opens it, for steps with inputs of the bundle."""
+        if key not in self.opened:
+            # One bundle may hold a state whole that another one holds in parts.
+            feeds = SplitStates(bundle.manifest).align_copies(feeds)
+            step = RepeatedStep(bundle, feeds, carries=isinstance(key, Path))
+            self.opened[key] = _TrialSession(self.enter_context(create()), step)
+        return self.opened[key]
+
+
 def run_trials(
     bundles: Sequence[Bundle],
     feeds: Mapping[str, Array],
@@ -170,51 +196,32 @@ def run_trials(
     thorough: bool = False,
     plain: bool = False,
     compares: bool = True,
+    sessions: TrialSessions | None = None,
 ) -> tuple[Trial, ...]:
-    """Run bundles in turns until their medians are sure: five steps at least, nine of several or if `thorough`.
+    """Run bundles in turns until their medians are sure: three steps at least, five of several, nine if `thorough`.
 
     If `plain`, and the memory suffices, the unsplit model of the first bundle takes turns with them: in one session
     with the cores of one device, and in one with all cores. If it `compares`, each bundle is compared with the unsplit
-    model at another size.
+    model at another size. What is open among `sessions` is not opened again.
 
     Earlier measurements of equal segments and feeds are reused if `cached`. With a `runtime`, such as that for several
     hosts, its sessions run, and nothing is reused. Raises ExecutionError if a segment fails or a bundle differs from
     the unsplit model at another size, and TargetError if a device is missing.
     """
-    is_local, is_sure = runtime is None, thorough or len(bundles) > 1
-    policy = replace(REPEAT_POLICY, min_runs=SURE_RUNS) if is_sure else REPEAT_POLICY
-    references = _list_reference_cores(bundles) if plain and is_local else ()
+    is_local = runtime is None
+    policy = replace(REPEAT_POLICY, min_runs=SURE_RUNS) if len(bundles) > 1 else REPEAT_POLICY
+    policy = replace(policy, seconds=THOROUGH_SECONDS, min_runs=THOROUGH_RUNS) if thorough else policy
+    references = _list_reference_cores(bundles, sessions.opened if sessions else ()) if plain and is_local else ()
 
     def measure() -> tuple[Trial, ...]:
         opener = runtime or create_runtime("onnxruntime")
-        with ExitStack() as stack:
-            opened = [stack.enter_context(opener.open(bundle, trace=True)) for bundle in bundles]
-            # One bundle may hold a state whole that another one holds in parts.
-            steps = [RepeatedStep(bundle, SplitStates(bundle.manifest).align_copies(feeds)) for bundle in bundles]
-            whole_step = RepeatedStep(bundles[0], SplitStates(bundles[0].manifest).align_copies(feeds), carries=False)
-            tried = [_TrialSession(*pair) for pair in zip(opened, steps)]
-            plain_sessions = {
-                cores: _TrialSession(_PlainSession(bundles[0], cores), whole_step)
-                for cores in dict.fromkeys(references)
-            }
-            all_cores = plain_sessions[references[1]] if len(plain_sessions) > 1 else None
-            sessions = [*tried, *plain_sessions.values()]
-            for session in sessions:
-                session.warm_up()
-            # In turns, so that changes of the machine's speed affect all. The last bundle to settle ends the loop.
-            for number in itertools.count():
-                if all(policy.has_enough(session.runs) for session in tried):
-                    break
-                for session in sessions:
-                    if session is not all_cores:
-                        session.run_burst()
-                if all_cores and number % ALL_CORES_ROUNDS == 0:
-                    all_cores.run_burst()
-                    settle()
-                report_progress(min(policy.estimate_share(session.runs) for session in tried))
-            for session in sessions:
-                session.end()
-        plain_ones = [plain_sessions[cores] for cores in references]
+        with nullcontext(sessions) if sessions else TrialSessions() as used:
+            tried = [used.open(item.path, item, feeds, partial(opener.open, item, trace=True)) for item in bundles]
+            plain = {cores: partial(_PlainSession, bundles[0], cores) for cores in references}
+            jobs = [partial(used.open, cores, bundles[0], feeds, create) for cores, create in plain.items()]
+            plain_sessions = dict(zip(plain, open_in_threads(jobs)))
+            plain_ones = [plain_sessions[cores] for cores in references]
+            _take_turns(tried, plain_ones, policy)
         times = [_compare_plain(session, *plain_ones) if plain_ones else None for session in tried]
         notes = [compare_at_another_size(bundle) if is_local and compares else () for bundle in bundles]
         return tuple(
@@ -222,22 +229,45 @@ def run_trials(
             for index, session in enumerate(tried)
         )
 
-    parts = [f"{'compared ' * compares}trial {is_sure}", *(f"plain {cores}" for cores in references)]
+    parts = [f"{'compared ' * compares}trial {policy.min_runs}", *(f"plain {cores}" for cores in references)]
     return measure_once(Trial, parts, bundles, feeds, cached and is_local, is_local, measure)
 
 
-def _list_reference_cores(bundles: Sequence[Bundle]) -> tuple[tuple[int, ...], ...]:
+def _take_turns(tried: Sequence[_TrialSession], plain: Sequence[_TrialSession], policy: RepeatPolicy) -> None:
+    """Run bundles and plain sessions, of which the last one has all cores, until the times of bundles are sure."""
+    sessions = dict.fromkeys([*tried, *plain])
+    all_cores = plain[-1] if len({*plain}) > 1 else None
+    for session in sessions:
+        session.warm_up()
+    # In turns, so that changes of the machine's speed affect all. The last bundle to settle ends the loop.
+    for number in itertools.count():
+        if all(policy.has_enough(session.runs) for session in tried):
+            break
+        for session in sessions:
+            if session is not all_cores:
+                session.run_burst()
+        if all_cores and number % ALL_CORES_ROUNDS == 0:
+            all_cores.run_burst()
+            settle()
+        report_progress(min(policy.estimate_share(session.runs) for session in tried))
+    for session in sessions:
+        session.end()
+
+
+def _list_reference_cores(bundles: Sequence[Bundle], opened: Collection[object] = ()) -> tuple[Cores, ...]:
     """Return the cores of one device, and all cores, if plain sessions can run the unsplit model here."""
     first = bundles[0].manifest
     if first.streams or not first.segments or any(device.kind != "cpu" for device in first.target.devices):
         return ()
-    weights = sum(item.bytes for item in (*first.files.values(), *first.linked.values()))
-    if sum(count_process_bytes(bundle.manifest) for bundle in bundles) + 2 * weights > available_memory_bytes():
-        return ()
     # A device that spans several processors is no single one, unless it is all there is.
     usual = [item.cores for item in first.target.devices if len(item.processors) < 2]
     cores, largest = available_cores(), max(usual or [item.cores for item in first.target.devices])
-    return cores[:largest], cores
+    # Backwards where they differ, so that they are opened on different cores.
+    references = cores[:largest], cores[::-1] if largest < len(cores) else cores
+    needs = [count_process_bytes(item.manifest) for item in bundles if item.path not in opened]
+    weights = sum(item.bytes for item in (*first.files.values(), *first.linked.values()))
+    needs += [weights for item in references if item not in opened]
+    return references if sum(needs) <= available_memory_bytes() else ()
 
 
 def _compare_plain(bundle: _TrialSession, one_device: _TrialSession, all_cores: _TrialSession) -> PlainTimes:
@@ -396,12 +426,13 @@ class _TrialSession:
         self._remote_waiting_share = 0.0
 
     def warm_up(self) -> None:
-        """Run uncounted steps until clocks, caches and sessions have settled."""
-        began, elapsed = time.perf_counter(), 0.0
-        while (len(self._steps) < WARM_UP_STEPS or elapsed < WARM_UP_SECONDS) and elapsed < REPEAT_POLICY.seconds:
+        """Run uncounted steps until clocks, caches and sessions have settled; forget the steps of an earlier trial."""
+        began, elapsed = time.perf_counter(), WARM_UP_SECONDS if self._steps else 0.0
+        while elapsed < WARM_UP_SECONDS:
             self._run_step()
             elapsed = time.perf_counter() - began
-        self._steps.clear()
+        for item in (self._steps, self._waiting_shares, self._reference_seconds, self.bursts):
+            item.clear()
         self._began, self._remote_delays = time.perf_counter(), dict(self._session.read_remote_delays())
 
     def end(self) -> None:
@@ -455,7 +486,7 @@ class _TrialSession:
             requests=len(runs.undisturbed),
             # Not subtracted from times: other processes may have looked for messages only.
             waiting=max(runs.waiting, self._remote_waiting_share),
-            uncertainty=min(runs.uncertainty, 1.0) if len(runs.undisturbed) > MIN_RUNS else 0.0,
+            uncertainty=min(runs.uncertainty, 1.0),
         )
 
 

@@ -46,7 +46,7 @@ Feeds = Mapping[str, NDArray[Any]]
 # Unmeasured runs of each series: this many, or fewer once they have taken this time.
 WARM_UP_RUNS, WARM_UP_SECONDS = 2, 0.05
 # Most events that a profile may hold (640 bytes each on disk), though not fewer than those of three runs.
-MAX_EVENTS = 60_000
+MAX_EVENTS = 10_000
 
 
 @dataclass(frozen=True)
@@ -308,7 +308,7 @@ def _attribute_measurement(
     quality = Quality(
         runs=len(runs.computing_seconds),
         spread=runs.spread,
-        uncertainty=runs.uncertainty,
+        uncertainty=min(runs.uncertainty, 1.0),
         waiting=runs.waiting,
         kernels=len(names),
         kernel_seconds=float(raw.sum()),

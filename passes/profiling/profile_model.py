@@ -16,7 +16,7 @@ from onnxplace.facts import REFUSED_SECONDS, Profile, Quality, Repeat, Source
 from onnxplace.graph.op_graph import Floats, Ints, OpGraph
 from onnxplace.machine import measurement_cache
 from onnxplace.machine.ort_sessions import list_operator_libraries
-from onnxplace.machine.repeated_runs import DOUBTFUL_WAITING_SHARE, MIN_RUNS
+from onnxplace.machine.repeated_runs import DOUBTFUL_WAITING_SHARE
 from onnxplace.model.lowering import build_op_graph
 from onnxplace.model.model import Model
 from onnxplace.passes.profiling.chunks import cut_into_chunks, has_repeated_chunks, measure_chunks, session_bytes
@@ -133,8 +133,7 @@ def report_doubts(measurement: Measurement, device: Device, tolerance: float) ->
     quality = measurement.quality
     if quality is None:
         return []
-    # Runs need not be stable if the user wants only a few, or if they are too long for more.
-    is_stable = quality.runs <= MIN_RUNS or quality.uncertainty <= max(DOUBTFUL_WAITING_SHARE, 2 * tolerance)
+    is_stable = quality.uncertainty <= max(DOUBTFUL_WAITING_SHARE, 2 * tolerance)
     if quality.waiting <= DOUBTFUL_WAITING_SHARE and is_stable:
         return []
     message = (

@@ -57,7 +57,7 @@ def test_compile_json_agrees_with_the_bundle(run_cli, model_file):
     [
         ("low", "profile{estimate=true}", "auto{seconds=0.2}", "auto{seconds=0.1}"),
         ("default", "profile", "auto{eager=true}", "auto{seconds=0.1,eager=true}"),
-        ("high", "profile{thorough=true}", "auto", "auto{seconds=0.1}"),
+        ("high", "profile{seconds=5.0,thorough=true}", "auto", "auto{seconds=0.1}"),
     ],
 )
 def test_an_effort_decides_what_is_measured_and_how_long_is_searched(

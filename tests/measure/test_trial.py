@@ -16,10 +16,11 @@ from onnxplace.bundle.bundle import describe_step
 from onnxplace.bundle.bundle_routes import list_routes
 from onnxplace.bundle.bundle_simulation import predict_serial_seconds, simulate_manifest
 from onnxplace.bundle.manifest import Manifest
+from onnxplace.driver import trials as driver_trials
 from onnxplace.driver.compile import compile_model
 from onnxplace.errors import Diagnostic, ExecutionError
 from onnxplace.facts import REFUSED_SECONDS, Placement
-from onnxplace.machine import measurement_cache
+from onnxplace.machine import measurement_cache, repeated_runs
 from onnxplace.machine.hardware import available_cores, local_target
 from onnxplace.measure import trial
 from onnxplace.model.model import Model
@@ -30,8 +31,10 @@ from onnxplace.runtimes.execution.segments import OpenSegment
 from onnxplace.runtimes.onnxruntime import OnnxRuntime
 from onnxplace.simulation.steady_state import HANDOVER_SECONDS, QUEUED_REQUEST_SECONDS
 from onnxplace.target.target import Device, Target
+from tests.support.simulated_machine import NOISES, Noise, SimulatedMachine, run_simulated_trials
 from tests.support.state_checks import STATES, sums
 
+POLICY = trial.REPEAT_POLICY
 TWO = {"devices": "cpu:0,cpu:1", "shape": {"batch": 4}, "device_map": {"left|relu|sum": "cpu:0", ".*": "cpu:1"}}
 
 
@@ -159,7 +162,7 @@ def test_a_trial_on_a_busy_machine_is_noted_and_not_cached(model_file, tmp_path,
     for name in "ab":
         result = compile_model(model_file, tmp_path / name, **TWO)
         messages = [note.message for note in result.diagnostics if note.code == "C004"]
-        assert "the trial is less sure than usual: steps waited 90% of their time for a core" in messages
+        assert any(item.startswith(f"{trial.DOUBT} waited 90% of their time for a core") for item in messages)
     assert len(open_calls) == 2
 
 
@@ -194,6 +197,8 @@ def test_waiting_of_other_processes_makes_a_trial_doubtful_and_is_not_subtracted
 
     monkeypatch.setattr(trial, "read_run_delays", lambda pool: {})
     monkeypatch.setattr(trial, "DOUBTFUL_WAITING_SHARE", 0.05)
+    monkeypatch.setattr(repeated_runs, "time_reference", lambda: 60e-6)
+    monkeypatch.setattr(repeated_runs, "_references", [60e-6] * repeated_runs.MIN_REFERENCES)
     session = trial._TrialSession(Session(), SimpleNamespace(prepare=lambda session: {}))
     session.warm_up()
     session.run_burst()
@@ -452,6 +457,38 @@ def test_two_devices_are_chosen_unless_one_is_clearly_faster(make_model_for_two,
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["b"]
 
 
+@pytest.mark.parametrize(
+    ("high", "slower", "alone", "runs", "kept", "took"),
+    [
+        (0.9, 1.0, 0.026, [2, 1], "cpu:0", "30 ms"),  # shown by nine of ten turns: only the one device runs
+        (0.9, 2.0, 0.052, [2, 1], "cpu:0", "60 ms"),  # the machine has become slower meanwhile
+        (0.9, 1.0, 0.031, [2, 1], "", ""),  # the bundle is slower than the plain session
+        (1.02, 1.0, 0.026, [2, 2, 1], "cpu:0", "30 ms"),  # not sure: both run in turns
+    ],
+)
+def test_a_bundle_that_turns_have_shown_to_be_slower_does_not_run_again(
+    make_model_for_two, monkeypatch, high, slower, alone, runs, kept, took
+):
+    pretend_trials(monkeypatch, {2: 0.03, 1: alone})
+    pretend, ran = driver_trials.run_trials, []
+
+    def run(bundles, feeds, **options):
+        several = [len(list_devices(bundle)) == 2 for bundle in bundles]
+        ran.extend(len(list_devices(bundle)) for bundle in bundles)
+        one_device = 0.025 if any(several) else 0.025 * slower
+        plain = trial.PlainTimes(one_device, 1.0, 0.8, high)
+        return tuple(replace(item, plain=plain) for item in pretend(bundles, feeds, **options))
+
+    monkeypatch.setattr("onnxplace.driver.trials.run_trials", run)
+    result = make_model_for_two()
+    assert ran == runs
+    notes = [note.message for note in result.diagnostics if note.code == "P042"]
+    assert notes == (
+        [f"in a trial, a step took {took}, and on cpu:0 alone {alone * 1e3:.0f} ms: kept cpu:0"] * bool(kept)
+    )
+    assert len(list_devices(result.bundle)) == (1 if kept else 2)
+
+
 def test_two_devices_are_chosen_if_there_is_no_room_for_another_bundle(make_model_for_two, monkeypatch, tmp_path):
     pretend_trials(monkeypatch, {2: 0.03, 1: 0.025})
 
@@ -587,3 +624,59 @@ def test_a_disturbed_trial_that_contradicts_the_costs_is_not_used(
     assert any("waited 90% of their time for a core" in text for text in messages)
     assert any("so all figures are predictions" in text for text in messages) is not is_used
     assert manifest.is_unsure
+
+
+# ------------------------------------------------------------------------------ on a simulated machine, without a clock
+
+
+NOISY = [name for name in NOISES if name != "busy"]  # whose waits are reported in any case
+
+
+def run_shares(steps, seeds=20, **plain):
+    """Return the shares of trials, over noises and seeds, that prefer the slower bundle, and that do so without doubt.
+
+    Also return the mean time of a trial.
+    """
+    wrong = sure = count = 0
+    seconds = 0.0
+    for name in NOISY:
+        for seed in range(seeds):
+            machine = SimulatedMachine(NOISES[name], seed)
+            trials = run_simulated_trials(machine, steps, **plain)
+            is_wrong = trials[0].step_seconds >= trials[1].step_seconds
+            wrong, count, seconds = wrong + is_wrong, count + 1, seconds + machine.now
+            sure += is_wrong and not any(item.is_doubtful for item in trials)
+    return wrong / count, sure / count, seconds / count
+
+
+@pytest.mark.parametrize(("step", "limit_seconds"), [(1e-3, 1.0), (10e-3, 1.0), (100e-3, 2.0), (250e-3, 3.5)])
+def test_trials_find_the_faster_bundle_in_bounded_time(monkeypatch, step, limit_seconds):
+    """The limits are shares and times that the rules before these had, or less (benchmarks/stop_rules.py)."""
+    monkeypatch.setattr(trial, "REPEAT_POLICY", POLICY)
+    monkeypatch.setattr(trial, "BURST_SECONDS", 0.01)
+    monkeypatch.setattr(trial, "DOUBTFUL_WAITING_SHARE", 0.05)
+    monkeypatch.setattr(repeated_runs, "MIN_SECONDS", 0.1)
+    wrong, sure, seconds = run_shares([step, 1.05 * step])
+    assert wrong <= 0.1
+    assert sure <= 0.05
+    assert seconds <= limit_seconds
+
+
+def test_a_trial_of_a_long_step_takes_three_runs_after_one_to_warm_up(monkeypatch):
+    monkeypatch.setattr(trial, "REPEAT_POLICY", POLICY)
+    machine = SimulatedMachine(Noise(jitter=0.0), 0)
+    run_simulated_trials(machine, [0.25])
+    assert machine.runs == 4
+
+
+def test_sessions_that_are_open_are_not_opened_or_warmed_up_again(model_file, tmp_path, open_calls, monkeypatch):
+    bundle = compile_bundle(model_file, tmp_path / "b", trial=False)
+    feeds, references = {"x": np.zeros((4, 64), np.float32)}, []
+    actual = trial.open_reference
+    monkeypatch.setattr(trial, "open_reference", lambda *a: references.append(a) or actual(*a))
+    with trial.TrialSessions() as sessions:
+        for _ in range(2):
+            trial.run_trials([bundle], feeds, cached=False, plain=True, sessions=sessions)
+        assert {bundle.path} < sessions.opened.keys()
+    assert len(open_calls) == 1
+    assert len(references) == len({cores for _, _, cores in references})

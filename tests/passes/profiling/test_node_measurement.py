@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from onnx import numpy_helper, parser
 
 import models
@@ -19,6 +19,7 @@ from onnxplace.machine.isolated_sessions import open_session
 from onnxplace.machine.repeated_runs import MIN_RUNS, RepeatPolicy, Runs, longest_wait, read_run_delays
 from onnxplace.model.loading import load
 from onnxplace.model.model import store_for_session
+from onnxplace.passes.profile import ProfileCosts
 from onnxplace.passes.profiling import node_measurement
 from onnxplace.passes.profiling.kernel_attribution import Attribution, attribute_kernels, remove_overhead
 from onnxplace.passes.profiling.node_measurement import (
@@ -32,6 +33,7 @@ from onnxplace.passes.profiling.profile_model import report_unknown_sizes
 from onnxplace.pipeline.pipeline import Pipeline
 from onnxplace.state import State
 from onnxplace.target.device_kinds import DeviceAddress
+from tests.support.simulated_machine import NOISES, SimulatedMachine
 
 
 @pytest.fixture(scope="module")
@@ -243,8 +245,38 @@ def test_different_runs_are_repeated_until_the_median_is_known(monkeypatch):
 
 @pytest.mark.parametrize(("repeat", "seconds", "count"), [(7, 60.0, 7), (1, 60.0, 1), (1000, 1.0, 10), (1000, 0.0, 3)])
 def test_repeating_ends_at_the_limit_of_runs_or_time(monkeypatch, repeat, seconds, count):
-    clock = Clock(monkeypatch, [0.05, 0.15] * 500)
+    clock = Clock(monkeypatch, [0.101, 0.09, 0.11] * 500)
     assert len(RepeatPolicy(repeat, seconds, 0.0).run(clock, pool=False)[0].elapsed_seconds) == count
+
+
+def test_a_policy_ends_where_the_speed_keeps_drifting(monkeypatch):
+    """More runs would not make the median surer."""
+    levels = [0.01 * 1.5 ** (number // 10 % 2) * (1 + number % 3 / 100) for number in range(100_000)]
+    runs, _ = RepeatPolicy(100_000, 600.0, 0.001).run(Clock(monkeypatch, levels), pool=False)
+    assert runs.elapsed_seconds.sum() < 60.0
+    assert runs.uncertainty > 0.05  # and says so
+
+
+def test_a_policy_goes_on_where_more_runs_lower_the_error(monkeypatch):
+    random = np.random.default_rng(0)
+    times = 0.01 * (1 + 0.1 * random.random(100_000))
+    runs, _ = RepeatPolicy(100_000, 600.0, 0.005).run(Clock(monkeypatch, times), pool=False)
+    assert len(runs.elapsed_seconds) > 50
+    assert runs.uncertainty <= 0.005
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from(sorted(NOISES)), st.sampled_from([1e-3, 1e-2, 0.1, 0.3]))
+def test_a_profile_ends_soon_whatever_the_noise_and_reports_what_it_doubts(seed, name, step):
+    machine, options = SimulatedMachine(NOISES[name], seed), ProfileCosts()
+    with machine.installed():
+        runs, _ = RepeatPolicy(options.repeat, options.seconds, options.tolerance).run(lambda: machine.run(step), False)
+    spent, longest = runs.elapsed_seconds.sum(), runs.elapsed_seconds.max()
+    assert MIN_RUNS <= len(runs.elapsed_seconds) <= options.repeat
+    assert spent <= max(options.seconds + options.repeat // 8 * longest, MIN_RUNS * longest)
+    is_sure = runs.uncertainty <= options.tolerance
+    is_spent = len(runs.elapsed_seconds) == options.repeat or spent >= options.seconds
+    assert is_sure or is_spent or runs.drift > options.tolerance
 
 
 def test_a_wait_longer_than_the_run_leaves_some_time(monkeypatch):
@@ -253,9 +285,9 @@ def test_a_wait_longer_than_the_run_leaves_some_time(monkeypatch):
     assert runs.seconds == pytest.approx(0.02)
 
 
-def test_on_a_busy_machine_more_runs_are_made(monkeypatch):
+def test_on_a_busy_machine_the_wait_is_subtracted(monkeypatch):
     runs, _ = RepeatPolicy(1000, 60.0, 0.02).run(Clock(monkeypatch, [0.2], [0.1]), pool=False)
-    assert len(runs.elapsed_seconds) == 15
+    assert runs.waiting == pytest.approx(0.5)
     assert runs.seconds == pytest.approx(0.1)
 
 
