@@ -5,19 +5,20 @@ Nodes are in topological order, with unique names. Weights may stay in their fil
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 import onnx
 from onnx import (
     DeviceConfigurationProto,
+    GraphProto,
     ModelProto,
     NodeProto,
     OperatorSetIdProto,
@@ -35,7 +36,15 @@ from onnxplace.feeds.synthetic import random_feeds
 from onnxplace.model.empty_axes import FATAL_OPERATORS, MIN_GUARDED_OPSET, guard_empty_axes
 from onnxplace.model.nested_graphs import captured_names, iterate_reads, iterate_subgraphs, walk_nodes
 from onnxplace.model.shape_inference import infer_shapes
-from onnxplace.model.tensors import Fingerprint, embed_part, format_type, read_shape_entries, strip_data, tensor_size
+from onnxplace.model.tensors import (
+    Fingerprint,
+    embed_part,
+    format_type,
+    is_known_shape,
+    read_shape_entries,
+    strip_data,
+    tensor_size,
+)
 from onnxplace.model.weights import WeightFile
 from onnxplace.model_metadata import ModelMetadata, TrainingStep
 from onnxplace.utils.groups import group_pairs
@@ -43,6 +52,7 @@ from onnxplace.utils.groups import group_pairs
 if TYPE_CHECKING:
     from onnxplace.state import State
 
+Derived = TypeVar("Derived")
 
 # ONNX Runtime 1.30 and 1.31 take IR versions up to 13; 8 is the first that has everything we write.
 MIN_IR_VERSION, MAX_IR_VERSION = 8, 13
@@ -149,15 +159,14 @@ class Model:
         skeleton = self._build_skeleton()
         try:
             inferred = infer_shapes(skeleton)
-            graph = inferred.graph
-            dims = [item.type.tensor_type.shape.dim for item in (*graph.value_info, *graph.input, *graph.output)]
-            if max((dim[0].dim_value for dim in dims if len(dim) == 1), default=0) <= MAX_FOLLOWED_ELEMENTS:
-                graph = infer_shapes(inferred, data_prop=True).graph
+            shapes = _read_shapes(types := _read_types(inferred.graph))
+            lengths = (shape[0] for shape in shapes.values() if shape and len(shape) == 1 and isinstance(shape[0], int))
+            # Where all sizes are known, none follows from the values of shapes.
+            made = (name for node in self.nodes for name in node.output if name)
+            if not all(map(is_known_shape, map(shapes.get, made))) and max(lengths, default=0) <= MAX_FOLLOWED_ELEMENTS:
+                shapes = _read_shapes(types := _read_types(infer_shapes(inferred, data_prop=True).graph))
         except Exception:  # noqa: BLE001 - inference may fail here: ONNX Runtime knows the missing types
-            graph = skeleton.graph
-        types = {v.name: v.type for v in (*graph.value_info, *graph.output, *graph.input)}
-        types = {name: kind for name, kind in types.items() if kind.WhichOneof("value")}
-        shapes: dict[str, Entries] = {name: read_shape_entries(kind) for name, kind in types.items()}
+            shapes = _read_shapes(types := _read_types(skeleton.graph))
         shapes |= {name: tuple(tensor.dims) for name, tensor in self.initializers.items()}
         for name in find_misjudged_values(self.nodes, self.reads, shapes) & types.keys():
             if types[name].HasField("tensor_type"):
@@ -267,6 +276,13 @@ class Model:
         """Return the initializers that no input overrides."""
         return {name: tensor for name, tensor in self.initializers.items() if name not in self.input_names}
 
+    def derive(self, function: Callable[[Model], Derived]) -> Derived:
+        """Return what a function makes of this model, made once, for all passes that ask."""
+        results: dict[Callable[[Model], Derived], Derived] = vars(self).setdefault("_derived", {})
+        if function not in results:
+            results[function] = function(self)
+        return results[function]
+
     def overridable(self, name: str) -> bool:
         """Return whether `name` is an input with a default value."""
         return name in self.initializers and name in self.input_names
@@ -298,6 +314,15 @@ class Model:
         missing = [declaration_of(value, self) for value in self.inputs if value.name not in self.samples]
         shapes = resolve_shapes([item for item in missing if item.dtype.startswith("tensor(")], self.dimensions)
         return {**shapes, **{name: array.shape for name, array in self.samples.items() if hasattr(array, "shape")}}
+
+
+def _read_types(graph: GraphProto) -> dict[str, TypeProto]:
+    types = {value.name: value.type for value in (*graph.value_info, *graph.output, *graph.input)}
+    return {name: kind for name, kind in types.items() if kind.WhichOneof("value")}
+
+
+def _read_shapes(types: Mapping[str, TypeProto]) -> dict[str, Entries]:
+    return {name: read_shape_entries(kind) for name, kind in types.items()}
 
 
 def declaration_of(value: ValueInfoProto, model: Model) -> Declared:

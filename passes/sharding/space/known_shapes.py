@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -191,22 +190,22 @@ def _bypass_loops(model: Model, loops: Mapping[int, Mapping[str, str]]) -> Model
 
 def _infer_and_fold(model: Model) -> tuple[dict[str, Shape], dict[str, TensorProto]]:
     """Return shapes and small values, where shapes may follow from small values."""
-    shapes = _infer(model)
-    known = _small_constants(model)
+    shapes, known, folded, count = model.input_shapes(), _small_constants(model), model, -1
     for _ in range(_MAX_ROUNDS):
-        values = _evaluate(model, _computable(model, shapes, known), shapes, known)
-        if not values:
+        # What follows from the inputs alone is folded before the first inference, which then often gets through at once.
+        while values := _evaluate(model, _computable(model, shapes, known), shapes, known):
+            before = len(known)
+            known.update(values)
+            # Known values are initializers in place of the nodes that compute them.
+            nodes = [n for n in model.nodes if not (n.output and all(name in known for name in n.output if name))]
+            folded = model.replacing(nodes, {**model.initializers, **known})
+            shapes = {**{name: tuple(tensor.dims) for name, tensor in known.items()}, **shapes}
+            if len(known) == before:
+                break
+        if len(shapes) == count or all(name in shapes for node in folded.nodes for name in node.output if name):
             break
-        known.update(values)
-        # Known values are initializers in place of the nodes that compute them.
-        nodes = [n for n in model.nodes if not (n.output and all(name in known for name in n.output if name))]
-        initializers = MappingProxyType({**model.initializers, **known})
-        folded = replace(model, nodes=tuple(nodes), initializers=initializers)
-        inferred = {**_infer(folded), **{name: tuple(tensor.dims) for name, tensor in known.items()}}
-        before = len(shapes)
-        shapes = {**inferred, **shapes}
-        if len(shapes) == before:
-            break
+        count = len(shapes)
+        shapes = {**_infer(folded), **shapes}
     return shapes, known
 
 
