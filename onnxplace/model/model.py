@@ -40,7 +40,6 @@ from onnxplace.model.tensors import (
     Fingerprint,
     embed_part,
     format_type,
-    is_known_shape,
     read_shape_entries,
     strip_data,
     tensor_size,
@@ -160,10 +159,12 @@ class Model:
         try:
             inferred = infer_shapes(skeleton)
             shapes = _read_shapes(types := _read_types(inferred.graph))
-            lengths = (shape[0] for shape in shapes.values() if shape and len(shape) == 1 and isinstance(shape[0], int))
+            dims = [kind.tensor_type.shape.dim for kind in types.values()]
+            longest = max((dim[0].dim_value for dim in dims if len(dim) == 1), default=0)
             # Where all sizes are known, none follows from the values of shapes.
-            made = (name for node in self.nodes for name in node.output if name)
-            if not all(map(is_known_shape, map(shapes.get, made))) and max(lengths, default=0) <= MAX_FOLLOWED_ELEMENTS:
+            made = (shapes.get(name) for node in self.nodes for name in node.output if name)
+            is_complete = all(shape is not None and all(isinstance(size, int) for size in shape) for shape in made)
+            if not is_complete and longest <= MAX_FOLLOWED_ELEMENTS:
                 shapes = _read_shapes(types := _read_types(infer_shapes(inferred, data_prop=True).graph))
         except Exception:  # noqa: BLE001 - inference may fail here: ONNX Runtime knows the missing types
             shapes = _read_shapes(types := _read_types(skeleton.graph))
