@@ -18,7 +18,6 @@ import numpy as np
 import onnx
 from onnx import (
     DeviceConfigurationProto,
-    GraphProto,
     ModelProto,
     NodeProto,
     OperatorSetIdProto,
@@ -40,6 +39,7 @@ from onnxplace.model.tensors import (
     Fingerprint,
     embed_part,
     format_type,
+    is_known_shape,
     read_shape_entries,
     strip_data,
     tensor_size,
@@ -158,16 +158,20 @@ class Model:
         skeleton = self._build_skeleton()
         try:
             inferred = infer_shapes(skeleton)
-            shapes = _read_shapes(types := _read_types(inferred.graph))
-            dims = [kind.tensor_type.shape.dim for kind in types.values()]
+            graph = inferred.graph
+            values = [*graph.value_info, *graph.input, *graph.output]
+            dims = [item.type.tensor_type.shape.dim for item in values]
             longest = max((dim[0].dim_value for dim in dims if len(dim) == 1), default=0)
-            # Where all sizes are known, none follows from the values of shapes.
-            made = (shapes.get(name) for node in self.nodes for name in node.output if name)
-            is_complete = all(shape is not None and all(isinstance(size, int) for size in shape) for shape in made)
-            if not is_complete and longest <= MAX_FOLLOWED_ELEMENTS:
-                shapes = _read_shapes(types := _read_types(infer_shapes(inferred, data_prop=True).graph))
+            # Where all sizes are known, none follows from values that are shapes.
+            known = {item.name for item in values if is_known_shape(read_shape_entries(item.type))}
+            is_open = any(name not in known for node in self.nodes for name in node.output if name)
+            if is_open and longest <= MAX_FOLLOWED_ELEMENTS:
+                graph = infer_shapes(inferred, data_prop=True).graph
         except Exception:  # noqa: BLE001 - inference may fail here: ONNX Runtime knows the missing types
-            shapes = _read_shapes(types := _read_types(skeleton.graph))
+            graph = skeleton.graph
+        types = {v.name: v.type for v in (*graph.value_info, *graph.output, *graph.input)}
+        types = {name: kind for name, kind in types.items() if kind.WhichOneof("value")}
+        shapes: dict[str, Entries] = {name: read_shape_entries(kind) for name, kind in types.items()}
         shapes |= {name: tuple(tensor.dims) for name, tensor in self.initializers.items()}
         for name in find_misjudged_values(self.nodes, self.reads, shapes) & types.keys():
             if types[name].HasField("tensor_type"):
@@ -315,15 +319,6 @@ class Model:
         missing = [declaration_of(value, self) for value in self.inputs if value.name not in self.samples]
         shapes = resolve_shapes([item for item in missing if item.dtype.startswith("tensor(")], self.dimensions)
         return {**shapes, **{name: array.shape for name, array in self.samples.items() if hasattr(array, "shape")}}
-
-
-def _read_types(graph: GraphProto) -> dict[str, TypeProto]:
-    types = {value.name: value.type for value in (*graph.value_info, *graph.output, *graph.input)}
-    return {name: kind for name, kind in types.items() if kind.WhichOneof("value")}
-
-
-def _read_shapes(types: Mapping[str, TypeProto]) -> dict[str, Entries]:
-    return {name: read_shape_entries(kind) for name, kind in types.items()}
 
 
 def declaration_of(value: ValueInfoProto, model: Model) -> Declared:

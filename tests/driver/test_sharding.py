@@ -1,5 +1,6 @@
 """The decision between placing whole operators and splitting them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +8,9 @@ import onnx
 import pytest
 from onnx import parser
 
+from onnxplace.driver.candidates import Profiled, Strategy, create_pass, predict
 from onnxplace.driver.compile import compile_model
+from onnxplace.errors import InfeasibleError
 from onnxplace.facts import Profile, Shards
 from onnxplace.model.loading import load
 from onnxplace.passes.sharding.apply import apply_sharding
@@ -78,6 +81,20 @@ def test_sharding_is_not_tried_where_whole_operators_already_share_the_work_even
     assert asked == [1]
     assert not any(note.code in ("P062", "P064") for note in result.diagnostics)
     assert len({device.nodes for device in result.bundle.manifest.devices}) == 1
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_a_split_model_that_cannot_be_as_fast_as_it_has_to_is_not_placed(share):
+    target = fast_target(64, 64)
+    state, _ = Pipeline.parse("optimize,profile{estimate=true}").run(State(target).with_facts(load(mlp())))
+    passes = Pipeline.parse("shard{ways=2,exact=true},coplace{join=never},m-etf,split").passes
+    profiled = Profiled((), state, (), create_pass("emit"))
+    strategy, steps = Strategy("split", "sharded", passes), list[str]()
+    seconds = predict(strategy, profiled).step_seconds
+    assert predict(replace(strategy, max_seconds=1.1 * seconds), profiled).step_seconds == seconds
+    with pytest.raises(InfeasibleError, match="gains nothing"):
+        predict(replace(strategy, max_seconds=share * seconds / 2), profiled, lambda name, *_: steps.append(name))
+    assert steps == ["shard"]
 
 
 @pytest.mark.parametrize("cores", [(64, 64), (96, 32), (8, 8, 8, 8)])
