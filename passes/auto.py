@@ -41,5 +41,5 @@ class Auto(Pass):
     def run(self, state: State) -> State:
         problem = placement_problem(state)
         tolerance = estimate_cost_error(state[Profile]) if self.eager else 0.0
-        budget = Budget(self.seconds, self.proposals, eager=self.eager, tolerance=tolerance)
+        budget = Budget(self.seconds, self.proposals, self.eager, tolerance)
         return search_and_commit(state, problem, published_plans(problem), self.name, budget, self.seed)

@@ -259,11 +259,9 @@ def predict(strategy: Strategy, profiled: Profiled, observer: Observer | None = 
         placed = placed.advance(observer)
         # What is no use is seen before it is placed, which takes long.
         if strategy.kind == "sharded" and placed.front[-1] is strategy.passes[0]:
-            shards = placed.state[Shards]
-            groups = np.arange(len(shards.device), dtype=np.int32)
-            if shards.ways == 1 or strategy.max_seconds <= bound_step_seconds(
-                placed.state, strategy.max_seconds, groups, shards.device
-            ):
+            shards, limit = placed.state[Shards], strategy.max_seconds
+            pins = np.arange(len(shards.device), dtype=np.int32), shards.device
+            if shards.ways == 1 or bound_step_seconds(placed.state, limit, *pins) >= limit:
                 raise InfeasibleError("P064", "splitting operators gains nothing", where=strategy.passes[0].name)
     state = placed.state
     if Shards in state and state[Shards].ways > 1:

@@ -87,9 +87,7 @@ def infer_static_shapes(model: Model) -> dict[str, tuple[int, ...]]:
     sizes = model.input_shapes()
     inputs = tuple(with_shape(value, sizes.get(value.name)) for value in model.inputs)
     outputs = tuple(ValueInfoProto(name=output.name) for output in model.outputs)
-    bound = replace(model, inputs=inputs, outputs=outputs)
-    vars(bound)["reads"] = model.reads  # those of the same nodes
-    types = bound.types
+    types = replace(model, inputs=inputs, outputs=outputs).types
     entries = {name: read_shape_entries(kind) for name, kind in types.items()}
     return {name: shape for name, shape in entries.items() if is_known_shape(shape)}
 

@@ -225,12 +225,12 @@ def estimate_cost_error(profile: Profile) -> float:
     independent errors of the nodes. The median of n runs is off by 1.25 / sqrt(n) standard deviations, and half of an
     interquartile range is 0.67 of them.
     """
-    errors = (
-        1.86 * float(np.linalg.norm(profile.spread[name])) / np.sqrt(max(quality.runs, 1)) / profile.seconds[name].sum()
+    errors = [
+        1.86 * np.linalg.norm(profile.spread[name]) / max(profile.seconds[name].sum(), 1e-12) / quality.runs**0.5
         for name, quality in profile.quality.items()
-        if name in profile.spread and profile.seconds[name].sum() > 0
-    )
-    return min(max(errors, default=0.0), MAX_COST_ERROR)
+        if name in profile.spread and quality.runs
+    ]
+    return min(float(max(errors, default=0.0)), MAX_COST_ERROR)
 
 
 def improve_and_commit(state: State, problem: PlacementProblem, plan: PlacerPlan, budget: Budget, seed: int) -> State:

@@ -203,9 +203,7 @@ def _infer_and_fold(model: Model) -> tuple[dict[str, Shape], dict[str, TensorPro
             nodes = [n for n in model.nodes if not (n.output and all(name in known for name in n.output if name))]
             folded = model.replacing(nodes, {**model.initializers, **known})
             shapes = {**{name: tuple(tensor.dims) for name, tensor in known.items()}, **shapes}
-        elif turn:
-            break
-        if _is_complete(model, shapes):
+        if _is_complete(model, shapes) or (turn and len(known) == count):
             break
         shapes = {**_infer(folded), **shapes}
         # Sizes that are impossible together end inference where it learns of them, which it does not without values.

@@ -222,7 +222,6 @@ def _infer_at(model: Model, sizes: Mapping[str, int]) -> dict[str, Shape]:
     try:
         dimensions = complete_dimensions(model.dimensions, sizes)
         other = replace(model, dimensions=MappingProxyType(dict(dimensions)), samples=MappingProxyType({}))
-        vars(other)["reads"] = model.reads  # those of the same nodes
         return infer_all_shapes(other)
     except OnnxplaceError:
         return {}
