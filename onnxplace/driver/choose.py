@@ -12,7 +12,6 @@ described. `decide` is the loop over them. Plugins may have objectives of their 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -166,7 +165,7 @@ def make_latency_objective(
             # A placement that only has to fit is kept if it does.
             min_gain = 1.0 if part.placer.name == OBJECTIVES["fit"] else MIN_GAIN
             steps = [item.step_seconds for item in results[first:] if isinstance(item, Candidate)]
-            limit = (1 - min_gain) * min(steps) if steps else math.inf
+            limit = (1 - min_gain) * min(steps) if steps else np.inf
             # However operators are split, some device has its share of the work, which may already be too much.
             if bound_divisible_work(device_seconds(state[Profile], state.target), state.target.processors) < limit:
                 passes = (create_pass("shard", metadata=shard_metadata), *part.rest)

@@ -34,16 +34,8 @@ from onnxplace.feeds.feeds import Array, Declared
 from onnxplace.feeds.synthetic import random_feeds
 from onnxplace.model.empty_axes import FATAL_OPERATORS, MIN_GUARDED_OPSET, guard_empty_axes
 from onnxplace.model.nested_graphs import captured_names, iterate_reads, iterate_subgraphs, walk_nodes
-from onnxplace.model.shape_inference import infer_shapes
-from onnxplace.model.tensors import (
-    Fingerprint,
-    embed_part,
-    format_type,
-    is_known_shape,
-    read_shape_entries,
-    strip_data,
-    tensor_size,
-)
+from onnxplace.model.shape_inference import has_open_sizes, infer_shapes
+from onnxplace.model.tensors import Fingerprint, embed_part, format_type, read_shape_entries, strip_data, tensor_size
 from onnxplace.model.weights import WeightFile
 from onnxplace.model_metadata import ModelMetadata, TrainingStep
 from onnxplace.utils.groups import group_pairs
@@ -159,13 +151,9 @@ class Model:
         try:
             inferred = infer_shapes(skeleton)
             graph = inferred.graph
-            values = [*graph.value_info, *graph.input, *graph.output]
-            dims = [item.type.tensor_type.shape.dim for item in values]
+            dims = [item.type.tensor_type.shape.dim for item in (*graph.value_info, *graph.input, *graph.output)]
             longest = max((dim[0].dim_value for dim in dims if len(dim) == 1), default=0)
-            # Where all sizes are known, none follows from values that are shapes.
-            known = {item.name for item in values if is_known_shape(read_shape_entries(item.type))}
-            is_open = any(name not in known for node in self.nodes for name in node.output if name)
-            if is_open and longest <= MAX_FOLLOWED_ELEMENTS:
+            if has_open_sizes(graph) and longest <= MAX_FOLLOWED_ELEMENTS:
                 graph = infer_shapes(inferred, data_prop=True).graph
         except Exception:  # noqa: BLE001 - inference may fail here: ONNX Runtime knows the missing types
             graph = skeleton.graph
