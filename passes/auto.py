@@ -9,7 +9,7 @@ from annotated_types import Ge
 
 from onnxplace.facts import Placement, Profile, Schedule
 from onnxplace.passes.placement.search.placement_search import Budget
-from onnxplace.passes.placement.search.portfolio import published_plans, search_and_commit
+from onnxplace.passes.placement.search.portfolio import estimate_cost_error, published_plans, search_and_commit
 from onnxplace.problem import placement_problem
 from onnxplace.state import Pass, State
 
@@ -34,9 +34,12 @@ class Auto(Pass):
     seed: Annotated[int, Ge(0)] = 0
     """Seed of the random moves."""
     eager: bool = False
-    """Search in rounds; end after one that comes within 2 % of the lower bound or gains less than 0.5 %."""
+    """Search in rounds; end after one that comes within 2 % of the lower bound or gains less than 0.5 %.
+
+    And end as soon as the step exceeds the bound by no more than the standard error of measured costs, at most 5 %."""
 
     def run(self, state: State) -> State:
         problem = placement_problem(state)
-        budget = Budget(self.seconds, self.proposals, eager=self.eager)
+        tolerance = estimate_cost_error(state[Profile]) if self.eager else 0.0
+        budget = Budget(self.seconds, self.proposals, self.eager, tolerance)
         return search_and_commit(state, problem, published_plans(problem), self.name, budget, self.seed)

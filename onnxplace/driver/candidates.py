@@ -37,7 +37,13 @@ from onnxplace.graph.op_graph import Floats, OpGraph, sum_by
 from onnxplace.model.model import Model
 from onnxplace.pipeline.pipeline import Observer, Pipeline, Timing
 from onnxplace.pipeline.registry import find_plugin
-from onnxplace.problem import describe_shortage, fits_single_device, list_transfer_bytes, predict_step_seconds
+from onnxplace.problem import (
+    bound_step_seconds,
+    describe_shortage,
+    fits_single_device,
+    list_transfer_bytes,
+    predict_step_seconds,
+)
 from onnxplace.simulation.simulated_contention import simulate_with_contention
 from onnxplace.state import Pass, State
 
@@ -121,6 +127,8 @@ class Strategy:
     """Whether each device with room gets a copy of the whole model."""
     min_gain: float = 0.0
     """Share by which its step must be shorter than that of a strategy that needs no gain."""
+    max_seconds: float = math.inf
+    """A split model whose step has a lower bound of so much is no use: others are predicted to be as good."""
     devices: tuple[str, ...] = ()
     """The only devices that it uses, where others are further ways to use the same hardware; empty for all."""
 
@@ -249,8 +257,12 @@ def predict(strategy: Strategy, profiled: Profiled, observer: Observer | None = 
     placed = replace(profiled, rest=strategy.passes, timings=())
     while placed.rest:
         placed = placed.advance(observer)
-        if strategy.kind == "sharded" and placed.state[Shards].ways == 1:  # seen before placing, which takes long
-            raise InfeasibleError("P064", "splitting operators gains nothing", where=strategy.passes[0].name)
+        # What is no use is seen before it is placed, which takes long.
+        if strategy.kind == "sharded" and placed.front[-1] is strategy.passes[0]:
+            shards, limit = placed.state[Shards], strategy.max_seconds
+            pins = np.arange(len(shards.device), dtype=np.int32), shards.device
+            if shards.ways == 1 or bound_step_seconds(placed.state, limit, *pins) >= limit:
+                raise InfeasibleError("P064", "splitting operators gains nothing", where=strategy.passes[0].name)
     state = placed.state
     if Shards in state and state[Shards].ways > 1:
         # Parts have their devices: which placer was kept says nothing of a sharded model.

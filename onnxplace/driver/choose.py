@@ -42,11 +42,13 @@ from onnxplace.pipeline.pipeline import Observer, Timing
 from onnxplace.pipeline.select_placer import OBJECTIVES, ObjectiveName
 from onnxplace.plugins import ask_plugins
 from onnxplace.problem import (
+    device_seconds,
     fits_single_device,
     placement_problem,
     predict_single_device_seconds,
     predict_waiting_seconds,
 )
+from onnxplace.simulation.lower_bounds import bound_divisible_work
 from onnxplace.state import Pass
 from onnxplace.target.device_kinds import ISOLATE
 from onnxplace.target.target import Target
@@ -156,14 +158,18 @@ def make_latency_objective(
             yield streamed
 
     def _propose_on(part: Profiled, results: Sequence[Result], *, mixes: bool) -> Iterator[Sequence[Strategy]]:
+        first, state = len(results), part.state
         yield from whole.propose(part, results)
-        state = part.state
         is_shardable = len(state.target.devices) > 1 and not mixes and len(state[Profile].graph) <= MAX_NODES
         if may_shard and is_shardable:
             # A placement that only has to fit is kept if it does.
             min_gain = 1.0 if part.placer.name == OBJECTIVES["fit"] else MIN_GAIN
-            passes = (create_pass("shard", metadata=shard_metadata), *part.rest)
-            yield [Strategy("sharding", "sharded", passes, min_gain=min_gain)]
+            steps = [item.step_seconds for item in results[first:] if isinstance(item, Candidate)]
+            limit = (1 - min_gain) * min(steps) if steps else np.inf
+            # However operators are split, some device has its share of the work, which may already be too much.
+            if bound_divisible_work(device_seconds(state[Profile], state.target), state.target.processors) < limit:
+                passes = (create_pass("shard", metadata=shard_metadata), *part.rest)
+                yield [Strategy("sharding", "sharded", passes, min_gain=min_gain, max_seconds=limit)]
 
     def choose(fitting: Sequence[Candidate]) -> list[Candidate]:
         best, fitting = list[Candidate](), [_name_fewer_devices(item) for item in fitting] if compares_sets else fitting

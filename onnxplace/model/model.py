@@ -5,14 +5,14 @@ Nodes are in topological order, with unique names. Weights may stay in their fil
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import numpy as np
 import onnx
@@ -34,7 +34,7 @@ from onnxplace.feeds.feeds import Array, Declared
 from onnxplace.feeds.synthetic import random_feeds
 from onnxplace.model.empty_axes import FATAL_OPERATORS, MIN_GUARDED_OPSET, guard_empty_axes
 from onnxplace.model.nested_graphs import captured_names, iterate_reads, iterate_subgraphs, walk_nodes
-from onnxplace.model.shape_inference import infer_shapes
+from onnxplace.model.shape_inference import has_open_sizes, infer_shapes
 from onnxplace.model.tensors import Fingerprint, embed_part, format_type, read_shape_entries, strip_data, tensor_size
 from onnxplace.model.weights import WeightFile
 from onnxplace.model_metadata import ModelMetadata, TrainingStep
@@ -43,6 +43,7 @@ from onnxplace.utils.groups import group_pairs
 if TYPE_CHECKING:
     from onnxplace.state import State
 
+Derived = TypeVar("Derived")
 
 # ONNX Runtime 1.30 and 1.31 take IR versions up to 13; 8 is the first that has everything we write.
 MIN_IR_VERSION, MAX_IR_VERSION = 8, 13
@@ -151,7 +152,8 @@ class Model:
             inferred = infer_shapes(skeleton)
             graph = inferred.graph
             dims = [item.type.tensor_type.shape.dim for item in (*graph.value_info, *graph.input, *graph.output)]
-            if max((dim[0].dim_value for dim in dims if len(dim) == 1), default=0) <= MAX_FOLLOWED_ELEMENTS:
+            longest = max((dim[0].dim_value for dim in dims if len(dim) == 1), default=0)
+            if has_open_sizes(graph) and longest <= MAX_FOLLOWED_ELEMENTS:
                 graph = infer_shapes(inferred, data_prop=True).graph
         except Exception:  # noqa: BLE001 - inference may fail here: ONNX Runtime knows the missing types
             graph = skeleton.graph
@@ -266,6 +268,13 @@ class Model:
     def constants(self) -> dict[str, TensorProto]:
         """Return the initializers that no input overrides."""
         return {name: tensor for name, tensor in self.initializers.items() if name not in self.input_names}
+
+    def derive(self, function: Callable[[Model], Derived]) -> Derived:
+        """Return what a function makes of this model, made once, for all passes that ask."""
+        results: dict[Callable[[Model], Derived], Derived] = vars(self).setdefault("_derived", {})
+        if function not in results:
+            results[function] = function(self)
+        return results[function]
 
     def overridable(self, name: str) -> bool:
         """Return whether `name` is an input with a default value."""

@@ -50,6 +50,14 @@ def infer_shapes(model: ModelProto, *, data_prop: bool = False) -> ModelProto:
     return result
 
 
+def has_open_sizes(graph: GraphProto) -> bool:
+    """Return whether some size is open, which may follow from values that are shapes: those of all others are known."""
+    known = {
+        value.name for value in (*graph.value_info, *graph.output) if is_known_shape(read_shape_entries(value.type))
+    }
+    return any(name not in known for node in graph.node for name in node.output if name)
+
+
 def _guard(graph: GraphProto | FunctionProto, sure: Set[str], prefix: str) -> None:
     """Put guards before the fragile inputs of a graph and its subgraphs, as nodes of a separate domain."""
     for index in reversed(range(len(graph.node))):

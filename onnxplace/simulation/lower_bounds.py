@@ -97,7 +97,7 @@ def lower_bound_seconds(
     bound = max(reach.longest_seconds, _threshold_bound(work, reach, processors.shape[1]))
     # Devices of one speed and one processor need no dual: the mean load is the bound.
     if (seconds != seconds[0]).any() or used.max() > 1:
-        bound = max(bound, _fractional_bound(seconds, processors))
+        bound = max(bound, bound_divisible_work(seconds, processors))
     pinned_device = (
         pinned[group] if group is not None and pinned is not None else np.full(len(graph), -1, dtype=np.int32)
     )
@@ -137,8 +137,8 @@ def _heaviest_groups(least: Floats, group: Ints | None) -> Iterator[Bools]:
             yield group == heavy
 
 
-def _fractional_bound(seconds: Floats, processors: Bools) -> float:
-    """Return a bound on the largest load of any fractional placement.
+def bound_divisible_work(seconds: Floats, processors: Bools) -> float:
+    """Return a bound on the largest load, however nodes, or parts of them, are shared among devices.
 
     For weights of the processors that sum to one, and the sum `p[d]` of those of device `d`, the largest load is at
     least the sum over nodes of `min_d p[d] * seconds[d]` (the dual of the linear program); the weights move towards the

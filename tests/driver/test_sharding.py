@@ -1,5 +1,6 @@
 """The decision between placing whole operators and splitting them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +8,16 @@ import onnx
 import pytest
 from onnx import parser
 
+from onnxplace.driver.candidates import Profiled, Strategy, create_pass, predict
 from onnxplace.driver.compile import compile_model
+from onnxplace.errors import InfeasibleError
+from onnxplace.facts import Profile, Shards
+from onnxplace.model.loading import load
+from onnxplace.passes.sharding.apply import apply_sharding
+from onnxplace.pipeline.pipeline import Pipeline
+from onnxplace.problem import device_seconds, predict_step_seconds
+from onnxplace.simulation.lower_bounds import bound_divisible_work
+from onnxplace.state import State
 from onnxplace.target.target import Device, Link, Target
 from onnxplace.utils.quantities import format_milliseconds
 from tests.conftest import branches
@@ -57,6 +67,44 @@ def test_independent_branches_of_equal_size_are_placed_not_split():
     result = compiled(model, fast_target(64, 64))
     assert result.bundle.manifest.sharding is None
     assert "shard" not in result.bundle.manifest.pipeline
+
+
+def test_sharding_is_not_tried_where_whole_operators_already_share_the_work_evenly(monkeypatch):
+    asked, shard_state = [], apply_sharding.shard_state
+    monkeypatch.setattr("onnxplace.passes.shard.shard_state", lambda *given: asked.append(1) or shard_state(*given))
+    compiled(mlp(), fast_target(64, 64))
+    assert asked == [1]
+    towers = """<ir_version: 8, opset_import: ["": 17]>
+    towers (float[512, 512] a, float[512, 512] b) => (float[512, 512] y, float[512, 512] z)
+    { a1 = MatMul(a, a) y = MatMul(a1, a1) b1 = MatMul(b, b) z = MatMul(b1, b1) }"""
+    result = compiled(parser.parse_model(towers), fast_target(64, 64))
+    assert asked == [1]
+    assert not any(note.code in ("P062", "P064") for note in result.diagnostics)
+    assert len({device.nodes for device in result.bundle.manifest.devices}) == 1
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_a_split_model_that_cannot_be_as_fast_as_it_has_to_is_not_placed(share):
+    target = fast_target(64, 64)
+    state, _ = Pipeline.parse("optimize,profile{estimate=true}").run(State(target).with_facts(load(mlp())))
+    passes = Pipeline.parse("shard{ways=2,exact=true},coplace{join=never},m-etf,split").passes
+    profiled = Profiled((), state, (), create_pass("emit"))
+    strategy, steps = Strategy("split", "sharded", passes), list[str]()
+    seconds = predict(strategy, profiled).step_seconds
+    assert predict(replace(strategy, max_seconds=1.1 * seconds), profiled).step_seconds == seconds
+    with pytest.raises(InfeasibleError, match="gains nothing"):
+        predict(replace(strategy, max_seconds=share * seconds / 2), profiled, lambda name, *_: steps.append(name))
+    assert steps == ["shard"]
+
+
+@pytest.mark.parametrize("cores", [(64, 64), (96, 32), (8, 8, 8, 8)])
+def test_no_split_model_takes_less_than_its_share_of_the_work(cores):
+    target = fast_target(*cores)
+    state, _ = Pipeline.parse("optimize,profile{estimate=true}").run(State(target).with_facts(load(mlp())))
+    bound = bound_divisible_work(device_seconds(state[Profile], target), target.processors)
+    split, _ = Pipeline.parse(f"shard{{ways={len(cores)},exact=true}},coplace{{join=never}},m-etf,split").run(state)
+    assert split[Shards].ways == len(cores)
+    assert bound <= predict_step_seconds(split)
 
 
 def test_unlike_devices_get_parts_in_proportion_to_their_speed():

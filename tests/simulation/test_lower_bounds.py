@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from onnxplace.graph.op_graph import Csr
-from onnxplace.simulation.lower_bounds import heads_and_tails, lower_bound_seconds, node_bytes
+from onnxplace.simulation.lower_bounds import bound_divisible_work, heads_and_tails, lower_bound_seconds, node_bytes
 from onnxplace.simulation.simulator import simulate
 from onnxplace.target.target import LINK_MODELS
 from onnxplace.testing.pass_contract import TICK_SECONDS, random_graph, random_target
@@ -38,6 +38,20 @@ def test_no_step_is_shorter(seed, nodes, devices, link_model, alike, pins):
     limits = {d.id: int(step.peak_bytes[i]) for i, d in enumerate(target.devices)}
     bound = lower_bound_seconds(graph, seconds, target.limiting(limits), group, pinned)
     assert bound <= step.makespan_seconds * (1 + 1e-12)
+
+
+@thorough
+@given(seeds, st.integers(1, 12), st.integers(1, 4), st.booleans())
+def test_no_parts_of_nodes_load_devices_less_than_the_bound_on_divisible_work(seed, nodes, devices, alike):
+    random = np.random.default_rng(seed)
+    seconds = random.integers(0, 100, (devices, nodes)) * TICK_SECONDS
+    if alike:
+        seconds = np.tile(seconds[0], (devices, 1))
+    shares = random.dirichlet(np.full(devices, 0.5), nodes).T
+    bound = bound_divisible_work(seconds, np.eye(devices, dtype=bool))
+    assert bound <= (shares * seconds).sum(axis=1).max() * (1 + 1e-12)
+    if alike:
+        assert bound == pytest.approx(seconds[0].sum() / devices)
 
 
 @settings(deadline=None, derandomize=True, max_examples=40)

@@ -168,6 +168,8 @@ class Budget:
     proposals: int
     eager: bool = False
     """Whether a search ends before its time where it gains nothing (`search_and_commit`)."""
+    tolerance: float = 0.0
+    """Share of the lower bound by which a step may exceed it for the search to end."""
     cancelled: threading.Event = field(default_factory=threading.Event, compare=False)
     """Once set, searches with this budget, or a part of it, end."""
 

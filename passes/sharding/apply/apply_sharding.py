@@ -100,7 +100,7 @@ def shard_state(state: State, options: ShardingOptions) -> State:
         notes = report_fixed_sizes(state[Model], fixed, "split batches")
         state = state.with_facts(fixed, state[Profile]).with_notes(*notes)
     seconds = device_seconds(state[Profile], state.target)
-    facts = TensorFacts.of(state[Model])
+    facts = state[Model].derive(TensorFacts.of)
     if options.map.lower().endswith(".onnx"):
         options = replace(options, exact=True, given=read_device_metadata(Path(options.map)).sharded)
     groups = _list_groups(state.target, seconds, options)

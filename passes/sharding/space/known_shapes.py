@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -191,23 +190,30 @@ def _bypass_loops(model: Model, loops: Mapping[int, Mapping[str, str]]) -> Model
 
 def _infer_and_fold(model: Model) -> tuple[dict[str, Shape], dict[str, TensorProto]]:
     """Return shapes and small values, where shapes may follow from small values."""
-    shapes = _infer(model)
-    known = _small_constants(model)
-    for _ in range(_MAX_ROUNDS):
-        values = _evaluate(model, _computable(model, shapes, known), shapes, known)
-        if not values:
+    shapes, known, folded = model.input_shapes(), _small_constants(model), model
+    # What follows from the inputs alone is folded before the first inference, which then often gets through at once.
+    for turn in range(_MAX_ROUNDS):
+        count = len(known)
+        while values := _evaluate(model, _computable(model, shapes, known), shapes, known):
+            if known.keys() >= values.keys():
+                break
+            known.update(values)
+        if len(known) > count:
+            # Known values are initializers in place of the nodes that compute them.
+            nodes = [n for n in model.nodes if not (n.output and all(name in known for name in n.output if name))]
+            folded = model.replacing(nodes, {**model.initializers, **known})
+            shapes = {**{name: tuple(tensor.dims) for name, tensor in known.items()}, **shapes}
+        if _is_complete(model, shapes) or (turn and len(known) == count):
             break
-        known.update(values)
-        # Known values are initializers in place of the nodes that compute them.
-        nodes = [n for n in model.nodes if not (n.output and all(name in known for name in n.output if name))]
-        initializers = MappingProxyType({**model.initializers, **known})
-        folded = replace(model, nodes=tuple(nodes), initializers=initializers)
-        inferred = {**_infer(folded), **{name: tuple(tensor.dims) for name, tensor in known.items()}}
-        before = len(shapes)
-        shapes = {**inferred, **shapes}
-        if len(shapes) == before:
-            break
+        shapes = {**_infer(folded), **shapes}
+        # Sizes that are impossible together end inference where it learns of them, which it does not without values.
+        if not turn and folded is not model and not _is_complete(model, shapes):
+            shapes |= _infer(model)
     return shapes, known
+
+
+def _is_complete(model: Model, shapes: Mapping[str, Shape]) -> bool:
+    return all(name in shapes for node in model.nodes for name in node.output if name)
 
 
 def _infer(model: Model) -> dict[str, Shape]:

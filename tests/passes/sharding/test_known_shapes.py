@@ -1,5 +1,7 @@
 """What sharding knows of values: shapes behind operators of other domains, and values that cannot be cut or summed."""
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -7,7 +9,9 @@ from onnx import ModelProto, TensorProto, parser
 
 from onnxplace.model.loading import load
 from onnxplace.model.lowering import bind
+from onnxplace.model.model import Model
 from onnxplace.passes.sharding.rules.layouts import PARTIAL, Layout
+from onnxplace.passes.sharding.space import known_shapes
 from onnxplace.passes.sharding.space.known_shapes import infer_all_shapes
 from onnxplace.passes.sharding.space.node_strategies import NodeStrategy
 from onnxplace.passes.sharding.space.strategy_space import StrategySpace, build_space
@@ -34,6 +38,38 @@ def test_shapes_and_types_are_known_behind_operators_of_onnxruntime():
     assert {name: facts.shapes[name] for name in "ghy"} == dict.fromkeys("ghy", (2, 4, 8))
     assert {facts.types[name] for name in "ghy"} == {TensorProto.FLOAT}
     assert facts.fixed["h"] == (False, True, True)
+
+
+COMPUTED_SLICE = f"""(float[n,4] x) => (float[n,4] y) <int64[1] zero = {{0}}, float[8,4] table = {{{"0," * 31}0}}> {{
+    rows = Shape <start = 0, end = 1> (x) more = Add(rows, zero)
+    part = Slice(table, zero, more) y = Add(x, part) }}"""
+
+
+def bind_slice(rows: int) -> Model:
+    return bind(load(parse(COMPUTED_SLICE)), {"n": rows}, {})
+
+
+def test_one_inference_suffices_where_shapes_follow_from_those_of_inputs(monkeypatch):
+    asked, infer = [], known_shapes.infer_static_shapes
+    monkeypatch.setattr(known_shapes, "infer_static_shapes", lambda model: asked.append(1) or infer(model))
+    assert infer_all_shapes(bind_slice(3))["part"] == (3, 4)
+    assert len(asked) == 1
+
+
+def test_sizes_that_are_impossible_do_not_hide_what_does_not_depend_on_values():
+    assert infer_all_shapes(bind_slice(9))["y"] == (9, 4)  # although the table has eight rows
+
+
+def test_what_is_derived_from_a_model_is_derived_once():
+    model, asked = bind_slice(3), list[Model]()
+
+    def derive(given: Model) -> int:
+        asked.append(given)
+        return len(asked)
+
+    assert (model.derive(derive), model.derive(derive)) == (1, 1)
+    assert replace(model).derive(derive) == 2
+    assert asked[0] is model
 
 
 def test_shapes_are_known_behind_functions_that_onnx_does_not_infer():

@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from onnxplace.cost_graph.part_functions import GENERATORS
 from onnxplace.errors import InfeasibleError
-from onnxplace.facts import Groups, Placement, Profile, Schedule
+from onnxplace.facts import Groups, Placement, Profile, Quality, Schedule
 from onnxplace.passes.placement.search import placement_search, portfolio
 from onnxplace.passes.placement.search.anneal_kernels import (
     BIASED_NODE,
@@ -43,6 +43,7 @@ from onnxplace.passes.placement.search.placement_search import (
     place_on_one_device,
     project,
 )
+from onnxplace.passes.placement.search.portfolio import MAX_COST_ERROR, estimate_cost_error
 from onnxplace.pipeline.pipeline import Pipeline, make_pass, run_pass
 from onnxplace.problem import placement_problem
 from onnxplace.target.target import LINK_MODELS, Device, Target
@@ -408,6 +409,43 @@ def test_an_eager_search_ends_near_the_lower_bound(monkeypatch):
     monkeypatch.setattr(portfolio, "NEAR_BOUND_RATIO", 1e9)
     run_pass(make_pass("auto", {"seconds": "0.3", "eager": "true"}), GENERATORS["layered"](100, 0).state())
     assert len(budgets) == 1
+
+
+def measured(state, runs, spread):
+    """Return a state whose times were measured in so many runs, with this spread as a share of each."""
+    profile = state[Profile]
+    quality = {name: Quality(runs, spread, 0.0, 0.0, 1, 1.0, 0.0) for name in profile.seconds}
+    spreads = {name: spread * seconds for name, seconds in profile.seconds.items()}
+    return state.with_facts(replace(profile, spread=spreads, quality=quality))
+
+
+def test_the_error_of_a_step_falls_with_runs_and_with_independent_nodes():
+    state = state_of(graph_of({name: [] for name in "abcd"}), [1.0] * 4, even_target(2))
+    assert estimate_cost_error(state[Profile]) == 0.0
+    assert estimate_cost_error(measured(state, 100, 0.1)[Profile]) == pytest.approx(1.86 * 0.1 / 2 / 10)
+    assert estimate_cost_error(measured(state, 100, 0.05)[Profile]) == pytest.approx(1.86 * 0.05 / 2 / 10)
+    assert estimate_cost_error(measured(state, 1, 1.0)[Profile]) == MAX_COST_ERROR
+
+
+@settings(deadline=None, derandomize=True, max_examples=25)
+@given(seeds, st.sampled_from(sorted(GENERATORS)), st.integers(12, 80), st.sampled_from([0.0, 0.02, 0.5]))
+def test_a_search_that_stops_early_is_never_worse_than_a_placer_that_it_tried(seed, family, nodes, spread):
+    state = GENERATORS[family](nodes, seed % 1000).state()
+    state = measured(state, 10, spread) if spread else state
+    placed = run_pass(make_pass("auto", {"eager": "true", "seconds": "0"}), state)
+    step = placed[Schedule].simulation.makespan_seconds
+    assert step <= min(figure.seconds for figure in placed.diagnostics[-1].figures)
+    assert placed[Schedule].lower_bound_seconds <= step
+
+
+def test_an_eager_search_ends_where_costs_cannot_tell_its_step_from_the_bound(monkeypatch):
+    goals, actual = [], portfolio.explore
+    monkeypatch.setattr(portfolio, "explore", lambda *args: goals.append(args[4]) or actual(*args))
+    state = GENERATORS["layered"](60, 0).state()
+    for options in ({"eager": "true"}, {}):
+        run_pass(make_pass("auto", {"seconds": "0", "proposals": "200", **options}), measured(state, 1, 1.0))
+    assert max(goals) == pytest.approx(min(goals) * (1 + MAX_COST_ERROR))
+    assert goals[-1] == min(goals)  # without `eager`, it goes on to the bound itself
 
 
 def test_independent_work_is_spread_evenly():
