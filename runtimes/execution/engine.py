@@ -37,8 +37,9 @@ from onnxplace.errors import ExecutionError
 from onnxplace.feeds.feeds import Array
 from onnxplace.machine.interrupts import interruptible, prepare_interrupts
 from onnxplace.machine.isolated_sessions import find_processes
-from onnxplace.machine.ort_sessions import end_openings, require_interpreter
+from onnxplace.machine.ort_sessions import end_openings, is_foreign_error, require_interpreter
 from onnxplace.runtime.interface import CopyStatus, Result, forked_session_error, run_timeout_error
+from onnxplace.runtimes.execution.failures import describe_segment_failure, is_out_of_memory
 from onnxplace.runtimes.execution.futures import Outcome, ResultFuture
 from onnxplace.runtimes.execution.host_memory import HostMemory, return_freed_memory
 from onnxplace.runtimes.execution.requests import CarriedStates, Request
@@ -122,6 +123,22 @@ class Engine(WorkLoop):
         self._workers += [WorkerThread(devices[device], self.complete, " deliveries") for device in self._enqueued]
         self._workers += [WorkerThread(item.device, item.read, WEIGHTS_PART) for item in self._weight_loaders.values()]
         self._run_entries = [entry for item in devices.values() for entry in item.memory.run_entries().items()]
+        self._lone_segment, self._lone_outputs = self._find_lone_segment()
+        self._lone_request: Request | None = None
+        """The request of the last `run_alone`, for the next one."""
+
+    def _find_lone_segment(self) -> tuple[str, list[str]]:
+        """Return the segment that `run_alone` runs, and the names of its outputs; empty if there is none."""
+        records, route = self.bundle.manifest.segments, self._routes[0]
+        is_watched = self.worker or self._trace or self._turns or self._fallback or self._state_table.value_names
+        if is_watched or len(records) != 1 or len(route.programs) != 1:
+            return "", []
+        (record,), names = records, {value: name for name, value in self._outputs}
+        is_plain = route.segments[record.id].is_native and type(self._first_device.memory) is HostMemory
+        is_whole = self._inputs == {*record.inputs} and not record.streamed and {*record.outputs} == {*names}
+        if not (is_plain and is_whole and len(names) == len(self._outputs)):
+            return "", []
+        return record.id, [names[value] for value in record.outputs]
 
     def _take_values_as_of(self, device: PlacedDevice) -> None:
         """Take all values for those of one device."""
@@ -220,6 +237,59 @@ class Engine(WorkLoop):
             if reason is failure:
                 raise
             raise reason from None
+
+    def run_alone(self, feeds: Mapping[str, Array]) -> Result | None:
+        """Return the result of a request that is one segment on the host, run by this thread; None if `run` has to.
+
+        Right after a run of ONNX Runtime, caches hold little of Python's code. So such a request, while no other is in
+        flight, takes few steps: it has no program, and the next one takes its place.
+        """
+        is_lone, start, request = self._lone_segment and os.getpid() == self._process, time.perf_counter(), None
+        if not is_lone or isinstance(threading.current_thread(), WorkerThread):
+            return None
+        try:
+            with self.lock:
+                if self._in_flight or self._closed:
+                    return None
+                request, self._lone_request = self._lone_request or self._make_lone_request(), None
+                self._in_flight[request.number] = request
+                self._request_count += 1
+            segment = self._routes[0].segments[self._lone_segment]
+            try:
+                with interruptible(request.stop):
+                    arrays = segment.run_native(feeds, request.options)
+            except Exception as problem:
+                if is_foreign_error(problem) and not is_out_of_memory(problem):
+                    raise
+                failure = describe_segment_failure(problem, segment.record, self.bundle.manifest, segment.device.id)
+                raise request.failure or failure from problem
+            finally:
+                self._weight_files.check()
+            with self.lock:
+                self._in_flight.pop(request.number, None)
+                is_awaited = self._closed or self._in_flight
+            self._request_changes.wake()
+            if is_awaited:
+                self._wake()
+            if request.failure is not None:
+                raise request.failure
+            self._lone_request = request
+            return Result(dict(zip(self._lone_outputs, arrays)), (), time.perf_counter() - start)
+        except BaseException as failure:
+            if request is not None:
+                try:
+                    self._cancel(request, failure)
+                except BaseException:  # an interrupt before or during `_cancel`, which may be repeated
+                    self._cancel(request, failure)
+                    raise
+            raise
+
+    def _make_lone_request(self) -> Request:
+        """Return a request of which the caller does all work."""
+        request = self.request({}, (), Outcome(), self.own_states)
+        request.callers_device = self._first_device.id
+        request.current_steps = {request.callers_device: self._programs[request.callers_device][0]}
+        return request
 
     def _admit(self, request: Request, callers_device: PlacedDevice | None, deadline: float | None) -> None:
         """Put a request in flight; its caller does the part of `callers_device` if no other is in flight.

@@ -102,6 +102,8 @@ class OpenSegment:
         self.is_native = device.kind.is_host and all(is_native_type(kind) for kind in types)
         self._inputs, self._names = (*record.inputs, *record.streamed), list(record.outputs)
         self._leaving = leaving
+        # Without the checks of ONNX Runtime's class in Python, which take 2 us and 1 us more for each input.
+        self._run_checked = getattr(session, "_sess", session).run
 
     def on(self, device: PlacedDevice) -> OpenSegment:
         """Return the same session for a device."""
@@ -136,7 +138,7 @@ class OpenSegment:
 
     def run_native(self, inputs: Mapping[str, Any], options: Any) -> Sequence[Any]:
         """Run with arrays of types that numpy has."""
-        outputs: list[Any] = self.session.run(self._names, inputs, options)
+        outputs: list[Any] = self._run_checked(self._names, inputs, options)
         return outputs
 
     def _run_unbound(self, inputs: Mapping[str, Any], options: Any) -> Sequence[Any]:
