@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,17 +51,22 @@ class SplitStates:
         """Return feeds whose parts were drawn one by one, with equal copies of each state that devices hold whole."""
         return self.cut_feeds(self.join_feeds(feeds))
 
-    def expand_names(self, names: Iterable[str]) -> list[str]:
+    def expand_names(self, names: Sequence[str]) -> Sequence[str]:
         """Return output names with those of parts in place of whole states."""
-        expanded: list[str] = []
-        for name in names:
-            expanded += self._by_output[name].outputs if name in self._by_output else [name]
-        return expanded
+        if not self._by_output:
+            return names
+        return [
+            part for name in names for part in (self._by_output[name].outputs if name in self._by_output else [name])
+        ]
 
     def join_names(self, names: Iterable[str]) -> list[str]:
         """Return output names with those of whole states in place of their parts."""
         whole = {part: name for name, state in self._by_output.items() for part in state.outputs}
         return list(dict.fromkeys(whole.get(name, name) for name in names))
+
+    def find_outputs(self, outputs: Mapping[str, Any], names: Iterable[str]) -> list[Any]:
+        """Return outputs by their names in the original model."""
+        return [self.find_output(outputs, name) for name in names] if self._by_output else [*map(outputs.get, names)]
 
     def find_output(self, outputs: Mapping[str, Any], name: str) -> Any:
         """Return an output by its name in the original model."""

@@ -45,7 +45,6 @@ class _Watcher:
     """
 
     def __init__(self) -> None:
-        self.process_id = os.getpid()
         self.read_fd, self.write_fd = os.pipe()
         for descriptor in (self.read_fd, self.write_fd):
             os.set_blocking(descriptor, False)
@@ -131,9 +130,18 @@ _watcher: _Watcher | None = None
 def prepare_interrupts() -> _Watcher:
     """Start the thread that `interruptible` needs, ahead of code whose time counts."""
     global _watcher
-    if _watcher is None or _watcher.process_id != os.getpid():
+    if _watcher is None:
         _watcher = _Watcher()
     return _watcher
+
+
+def _forget_watcher() -> None:
+    global _watcher
+    _watcher = None
+
+
+if hasattr(os, "register_at_fork"):  # a child has the pipe of its parent, and no thread that reads it
+    os.register_at_fork(after_in_child=_forget_watcher)
 
 
 class interruptible:  # noqa: N801 - used like a function
@@ -145,17 +153,18 @@ class interruptible:  # noqa: N801 - used like a function
         stop: Makes the code inside return soon. It is called from another thread, at most once.
     """
 
+    _watcher: _Watcher | None = None
+    _previous_fd = -1
+    _frame: FrameType | None = None
+    was_stopped = False
+
     def __init__(self, stop: Callable[[], object]) -> None:
         self.stop = stop
-        self._watcher: _Watcher | None = None
-        self._previous_fd = -1
-        self._frame: FrameType | None = None
-        self.was_stopped = False
 
     def __enter__(self) -> None:
         if threading.get_ident() != threading.main_thread().ident:
             return
-        watcher = prepare_interrupts()
+        watcher = _watcher or prepare_interrupts()
         self._frame = sys._getframe(1)
         try:
             if watcher.section is not None:

@@ -197,7 +197,7 @@ class InferenceSession:
         try:
             names = self._checks.resolve_names(output_names)
             result = self._run(self._split_states.expand_names(names), input_feed, timeout, run_options)
-            return [self._split_states.find_output(result.outputs, name) for name in names]
+            return self._split_states.find_outputs(result.outputs, names)
         except OnnxplaceError as error:
             match_onnxruntime(error)
             raise
@@ -219,7 +219,7 @@ class InferenceSession:
         self, names: Sequence[str], input_feed: Mapping[str, Any], timeout: float | None, run_options: Any = None
     ) -> Result:
         feeds, states = self._check_feeds(input_feed, names)
-        timeout, called = check_timeout(timeout), time.perf_counter()
+        timeout, called = None if timeout is None else check_timeout(timeout), time.perf_counter()
         if run_options is None:
             result = self._session.run(feeds, states, timeout)
         else:
@@ -263,7 +263,7 @@ class InferenceSession:
             if (error := replace_termination(future.exception(), run_options)) is not None:
                 report(None, error)
             else:
-                report([split_states.find_output(future.result().outputs, name) for name in names], None)
+                report(split_states.find_outputs(future.result().outputs, names), None)
 
         callbacks, split_states = self._callbacks, self._split_states  # a reference to this session would keep it alive
         try:
@@ -330,7 +330,7 @@ class InferenceSession:
             check_in_flight(in_flight, "in_flight"),
             submit=lambda item: self.submit(item, names),
             cancel=self._session.cancel,
-            read=lambda result: [split_states.find_output(result.outputs, name) for name in names],
+            read=lambda result: split_states.find_outputs(result.outputs, names),
         )
 
     def conversation(self) -> Conversation:

@@ -76,6 +76,7 @@ def keep_sessions_in_child() -> None:
     """Never free the sessions that a forked child inherits: their destructors wait for missing threads."""
     for engine in list(OPEN_ENGINES):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))
+        engine.lone_segment = ""
 
 
 T = TypeVar("T")
@@ -123,7 +124,7 @@ class Engine(WorkLoop):
         self._workers += [WorkerThread(devices[device], self.complete, " deliveries") for device in self._enqueued]
         self._workers += [WorkerThread(item.device, item.read, WEIGHTS_PART) for item in self._weight_loaders.values()]
         self._run_entries = [entry for item in devices.values() for entry in item.memory.run_entries().items()]
-        self._lone_segment, self._lone_outputs = self._find_lone_segment()
+        self.lone_segment, self._lone_outputs = self._find_lone_segment()
         self._lone_request: Request | None = None
         """The request of the last `run_alone`, for the next one."""
 
@@ -244,8 +245,8 @@ class Engine(WorkLoop):
         Right after a run of ONNX Runtime, caches hold little of Python's code. So such a request, while no other is in
         flight, takes few steps: it has no program, and the next one takes its place.
         """
-        is_lone, start, request = self._lone_segment and os.getpid() == self._process, time.perf_counter(), None
-        if not is_lone or isinstance(threading.current_thread(), WorkerThread):
+        start, request = time.perf_counter(), None
+        if not self.lone_segment or isinstance(threading.current_thread(), WorkerThread):
             return None
         try:
             with self.lock:
@@ -254,7 +255,7 @@ class Engine(WorkLoop):
                 request, self._lone_request = self._lone_request or self._make_lone_request(), None
                 self._in_flight[request.number] = request
                 self._request_count += 1
-            segment = self._routes[0].segments[self._lone_segment]
+            segment = self._routes[0].segments[self.lone_segment]
             try:
                 with interruptible(request.stop):
                     arrays = segment.run_native(feeds, request.options)
