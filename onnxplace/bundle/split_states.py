@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -51,13 +51,11 @@ class SplitStates:
         """Return feeds whose parts were drawn one by one, with equal copies of each state that devices hold whole."""
         return self.cut_feeds(self.join_feeds(feeds))
 
-    def expand_names(self, names: Sequence[str]) -> Sequence[str]:
+    def expand_names(self, names: Iterable[str]) -> list[str]:
         """Return output names with those of parts in place of whole states."""
-        if not self._by_output:
-            return names
-        return [
-            part for name in names for part in (self._by_output[name].outputs if name in self._by_output else [name])
-        ]
+        if not (states := self._by_output):
+            return list(names)
+        return [part for name in names for part in (states[name].outputs if name in states else [name])]
 
     def join_names(self, names: Iterable[str]) -> list[str]:
         """Return output names with those of whole states in place of their parts."""

@@ -162,7 +162,7 @@ class interruptible:  # noqa: N801 - used like a function
         self.stop = stop
 
     def __enter__(self) -> None:
-        if threading.get_ident() != threading.main_thread().ident:
+        if threading.current_thread() is not threading.main_thread():
             return
         watcher = _watcher or prepare_interrupts()
         self._frame = sys._getframe(1)

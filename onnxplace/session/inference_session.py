@@ -166,6 +166,7 @@ class InferenceSession:
         self._bundle = bundle
         self._session = session
         self._checks = RequestChecks(bundle, is_batched=is_batched)
+        self._check_feeds = self._checks.check_feeds
         self._split_states = self._checks.split_states
         self._recorder = recorder
         self._callbacks = Callbacks()
@@ -227,10 +228,6 @@ class InferenceSession:
         if self._recorder is not None:
             self._recorder.add(called, result, "" if run_options is None else run_options.logid)
         return result
-
-    def _check_feeds(self, input_feed: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-        """Return the feeds as arrays, and the states among the names; a closed session reports that first."""
-        return ({}, []) if self._is_closed else self._checks.check_feeds(input_feed, names)
 
     def run_async(
         self,
@@ -350,7 +347,7 @@ class InferenceSession:
         thread that does not return even then is abandoned with a RuntimeWarning.
         """
         timeout = check_timeout(timeout, minimum=0)
-        self._is_closed = True
+        self._is_closed, self._check_feeds = True, lambda input_feed, names: ({}, [])  # its runs report that first
         self._session.close(timeout)
         self._callbacks.close()
 

@@ -135,7 +135,8 @@ class Engine(WorkLoop):
         if is_watched or len(records) != 1 or len(route.programs) != 1:
             return "", []
         (record,), names = records, {value: name for name, value in self._outputs}
-        is_plain = route.segments[record.id].is_native and type(self._first_device.memory) is HostMemory
+        segment = route.segments[record.id]
+        is_plain = segment.is_native and type(segment.device.memory) is HostMemory
         is_whole = self._inputs == {*record.inputs} and not record.streamed and {*record.outputs} == {*names}
         if not (is_plain and is_whole and len(names) == len(self._outputs)):
             return "", []
@@ -288,8 +289,8 @@ class Engine(WorkLoop):
     def _make_lone_request(self) -> Request:
         """Return a request of which the caller does all work."""
         request = self.request({}, (), Outcome(), self.own_states)
-        request.callers_device = self._first_device.id
-        request.current_steps = {request.callers_device: self._programs[request.callers_device][0]}
+        request.callers_device = device = self._routes[0].segments[self.lone_segment].device.id
+        request.current_steps = {device: self._programs[device][0]}
         return request
 
     def _admit(self, request: Request, callers_device: PlacedDevice | None, deadline: float | None) -> None:
