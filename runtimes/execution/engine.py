@@ -205,7 +205,9 @@ class Engine(WorkLoop):
                 raise
             raise
 
-    def run(self, request: Request, timeout: float | None) -> Result:
+    def run(
+        self, feeds: Mapping[str, Array], states: Collection[str], conversation: CarriedStates, timeout: float | None
+    ) -> Result:
         """Return the result of a request; with no other in flight, do one device's part in this thread.
 
         That saves waking a worker and being woken by it, about 100 us. The thread stays on its cores. With a timeout
@@ -215,8 +217,13 @@ class Engine(WorkLoop):
             hint = "start it from another thread, or use run_async, whose callbacks may run the session"
             message = "run was called by a callback on a device's worker thread, which would wait for itself"
             raise ExecutionError("X006", message, where=threading.current_thread().name, hint=hint)
+        start, request = time.perf_counter(), None
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
+            if self.lone_segment and timeout is None and conversation is self.own_states:
+                if (request := self._take_lone_request()) is not None:
+                    return self._run_alone(request, feeds, start)
+            request = self.request(feeds, states, Outcome(), conversation)
             does_part = timeout is None or (self.worker is not None and timeout > self.worker.callers_seconds)
             self._admit(request, self._first_device if does_part else None, deadline)
             if request.callers_device:
@@ -231,6 +238,8 @@ class Engine(WorkLoop):
                     self._wakeup_flags[device.id].watch(lambda: request.future.is_finished, self._wakeup_flags[CALLERS])
             return request.future.result(None if deadline is None else max(deadline - time.monotonic(), 0))
         except BaseException as failure:
+            if request is None:
+                raise
             try:
                 reason = self._abort_run(request, failure, timeout)
             except BaseException:  # an interrupt before or during `_cancel`, which may be repeated
@@ -240,58 +249,50 @@ class Engine(WorkLoop):
                 raise
             raise reason from None
 
-    def run_alone(self, feeds: Mapping[str, Array]) -> Result | None:
-        """Return the result of a request that is one segment on the host, run by this thread; None if `run` has to.
+    def _take_lone_request(self) -> Request | None:
+        """Put a request in flight of which its caller does all; None if others are in flight, or none are accepted.
 
-        Right after a run of ONNX Runtime, caches hold little of Python's code. So such a request, while no other is in
-        flight, takes few steps: it has no program, and the next one takes its place.
+        It is that of the last such run, which succeeded: it still has what a new one would have.
         """
-        start, request = time.perf_counter(), None
-        if not self.lone_segment or isinstance(threading.current_thread(), WorkerThread):
-            return None
-        try:
-            with self.lock:
-                if self._in_flight or self._closed:
-                    return None
-                request, self._lone_request = self._lone_request or self._make_lone_request(), None
-                self._in_flight[request.number] = request
-                self._request_count += 1
-            segment = self._routes[0].segments[self.lone_segment]
-            try:
-                with interruptible(request.stop):
-                    arrays = segment.run_native(feeds, request.options)
-            except Exception as problem:
-                if is_foreign_error(problem) and not is_out_of_memory(problem):
-                    raise
-                failure = describe_segment_failure(problem, segment.record, self.bundle.manifest, segment.device.id)
-                raise request.failure or failure from problem
-            finally:
-                self._weight_files.check()
-            with self.lock:
-                self._in_flight.pop(request.number, None)
-                is_awaited = self._closed or self._in_flight
-            self._request_changes.wake()
-            if is_awaited:
-                self._wake()
-            if request.failure is not None:
-                raise request.failure
-            self._lone_request = request
-            return Result(dict(zip(self._lone_outputs, arrays)), (), time.perf_counter() - start)
-        except BaseException as failure:
-            if request is not None:
-                try:
-                    self._cancel(request, failure)
-                except BaseException:  # an interrupt before or during `_cancel`, which may be repeated
-                    self._cancel(request, failure)
-                    raise
-            raise
+        with self.lock:
+            if self._in_flight or self._closed:
+                return None
+            request, self._lone_request = self._lone_request, None
+            if request is None:
+                request = self.request({}, (), Outcome(), self.own_states)
+                request.callers_device = device = self._routes[0].segments[self.lone_segment].device.id
+                request.current_steps = {device: self._programs[device][0]}
+            self._in_flight[request.number] = request
+            self._request_count += 1
+            return request
 
-    def _make_lone_request(self) -> Request:
-        """Return a request of which the caller does all work."""
-        request = self.request({}, (), Outcome(), self.own_states)
-        request.callers_device = device = self._routes[0].segments[self.lone_segment].device.id
-        request.current_steps = {device: self._programs[device][0]}
-        return request
+    def _run_alone(self, request: Request, feeds: Mapping[str, Array], start: float) -> Result:
+        """Run the only segment for a request in this thread, and end the request.
+
+        Right after a run of ONNX Runtime, caches hold little of Python's code, which then takes ten times as long. So
+        these steps are few: no program, no values on a device, no new request.
+        """
+        segment = self._routes[0].segments[self.lone_segment]
+        try:
+            with interruptible(request.stop):
+                arrays = segment.run_native(feeds, request.options)
+        except Exception as problem:
+            if is_foreign_error(problem) and not is_out_of_memory(problem):
+                raise
+            failure = describe_segment_failure(problem, segment.record, self.bundle.manifest, segment.device.id)
+            raise request.failure or failure from problem
+        finally:
+            self._weight_files.check()
+        if request.failure is not None:
+            raise request.failure
+        with self.lock:
+            self._in_flight.pop(request.number, None)
+            is_awaited = self._closed or self._in_flight
+        self._request_changes.wake()
+        if is_awaited:
+            self._wake()
+        self._lone_request = request
+        return Result(dict(zip(self._lone_outputs, arrays)), (), time.perf_counter() - start)
 
     def _admit(self, request: Request, callers_device: PlacedDevice | None, deadline: float | None) -> None:
         """Put a request in flight; its caller does the part of `callers_device` if no other is in flight.

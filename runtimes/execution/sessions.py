@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from onnxplace.feeds.feeds import Array
 from onnxplace.runtime.interface import CopyStatus, Result, RuntimeSession, SessionStates
 from onnxplace.runtimes.execution.engine import Engine
-from onnxplace.runtimes.execution.futures import Outcome, ResultFuture
+from onnxplace.runtimes.execution.futures import ResultFuture
 from onnxplace.runtimes.execution.requests import CarriedStates
 
 
@@ -70,9 +70,7 @@ class EngineConversation(RuntimeSession):
 
     def run(self, feeds: Mapping[str, Array], states: Collection[str] = (), timeout: float | None = None) -> Result:
         """Return the result of a request; with no other in flight, do one device's part in this thread."""
-        engine = self.engine
-        result = engine.run_alone(feeds) if timeout is None and self._carried is engine.own_states else None
-        return result or engine.run(engine.request(feeds, states, Outcome(), self._carried), timeout)
+        return self.engine.run(feeds, states, self._carried, timeout)
 
     def cancel(self, future: Future[Result]) -> None:
         """End a request in flight; its devices are free again at the end of the nodes that they execute."""
