@@ -76,7 +76,7 @@ def keep_sessions_in_child() -> None:
     """Never free the sessions that a forked child inherits: their destructors wait for missing threads."""
     for engine in list(OPEN_ENGINES):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))
-        engine.lone_segment = ""
+        engine.idle_requests.clear()  # so that each request looks for its process
 
 
 T = TypeVar("T")
@@ -124,23 +124,20 @@ class Engine(WorkLoop):
         self._workers += [WorkerThread(devices[device], self.complete, " deliveries") for device in self._enqueued]
         self._workers += [WorkerThread(item.device, item.read, WEIGHTS_PART) for item in self._weight_loaders.values()]
         self._run_entries = [entry for item in devices.values() for entry in item.memory.run_entries().items()]
-        self.lone_segment, self._lone_outputs = self._find_lone_segment()
-        self._lone_request: Request | None = None
-        """The request of the last `run_alone`, for the next one."""
+        self._lone_outputs = self._find_lone_outputs()
+        """Names of the outputs of the only segment, in its order; empty if requests need more than to run it."""
+        self.idle_requests: dict[str, Request] = {}
+        """The request of the last `_run_alone`, for the next one."""
 
-    def _find_lone_segment(self) -> tuple[str, list[str]]:
-        """Return the segment that `run_alone` runs, and the names of its outputs; empty if there is none."""
-        records, route = self.bundle.manifest.segments, self._routes[0]
-        is_watched = self.worker or self._trace or self._turns or self._fallback or self._state_table.value_names
-        if is_watched or len(records) != 1 or len(route.programs) != 1:
-            return "", []
-        (record,), names = records, {value: name for name, value in self._outputs}
-        segment = route.segments[record.id]
+    def _find_lone_outputs(self) -> list[str]:
+        records, route, names = self.bundle.manifest.segments, self._routes[0], {v: name for name, v in self._outputs}
+        is_watched = self.worker or self._trace or self._turns or self._fallback or self._weight_loaders
+        if is_watched or self._state_table.states or len(records) != 1 or len(route.programs) != 1:
+            return []
+        segment, interface = route.segments[records[0].id], (self._inputs, names.keys(), len(names))
         is_plain = segment.is_native and type(segment.device.memory) is HostMemory
-        is_whole = self._inputs == {*record.inputs} and not record.streamed and {*record.outputs} == {*names}
-        if not (is_plain and is_whole and len(names) == len(self._outputs)):
-            return "", []
-        return record.id, [names[value] for value in record.outputs]
+        is_whole = interface == ({*records[0].inputs}, {*records[0].outputs}, len(self._outputs))
+        return [names[value] for value in records[0].outputs] if is_plain and is_whole else []
 
     def _take_values_as_of(self, device: PlacedDevice) -> None:
         """Take all values for those of one device."""
@@ -217,15 +214,17 @@ class Engine(WorkLoop):
             hint = "start it from another thread, or use run_async, whose callbacks may run the session"
             message = "run was called by a callback on a device's worker thread, which would wait for itself"
             raise ExecutionError("X006", message, where=threading.current_thread().name, hint=hint)
-        start, request = time.perf_counter(), None
         deadline = None if timeout is None else time.monotonic() + timeout
-        try:
-            if self.lone_segment and timeout is None and conversation is self.own_states:
-                if (request := self._take_lone_request()) is not None:
-                    return self._run_alone(request, feeds, start)
+        request = self.idle_requests.pop("", None)
+        if request is None:
             request = self.request(feeds, states, Outcome(), conversation)
+        else:
+            request.renew(feeds, conversation)
+        try:
             does_part = timeout is None or (self.worker is not None and timeout > self.worker.callers_seconds)
             self._admit(request, self._first_device if does_part else None, deadline)
+            if request.callers_device and self._lone_outputs:
+                return self._run_alone(request)
             if request.callers_device:
                 device = self._devices[request.callers_device]
                 if self.worker is not None:
@@ -238,8 +237,6 @@ class Engine(WorkLoop):
                     self._wakeup_flags[device.id].watch(lambda: request.future.is_finished, self._wakeup_flags[CALLERS])
             return request.future.result(None if deadline is None else max(deadline - time.monotonic(), 0))
         except BaseException as failure:
-            if request is None:
-                raise
             try:
                 reason = self._abort_run(request, failure, timeout)
             except BaseException:  # an interrupt before or during `_cancel`, which may be repeated
@@ -249,33 +246,17 @@ class Engine(WorkLoop):
                 raise
             raise reason from None
 
-    def _take_lone_request(self) -> Request | None:
-        """Put a request in flight of which its caller does all; None if others are in flight, or none are accepted.
-
-        It is that of the last such run, which succeeded: it still has what a new one would have.
-        """
-        with self.lock:
-            if self._in_flight or self._closed:
-                return None
-            request, self._lone_request = self._lone_request, None
-            if request is None:
-                request = self.request({}, (), Outcome(), self.own_states)
-                request.callers_device = device = self._routes[0].segments[self.lone_segment].device.id
-                request.current_steps = {device: self._programs[device][0]}
-            self._in_flight[request.number] = request
-            self._request_count += 1
-            return request
-
-    def _run_alone(self, request: Request, feeds: Mapping[str, Array], start: float) -> Result:
+    def _run_alone(self, request: Request) -> Result:
         """Run the only segment for a request in this thread, and end the request.
 
         Right after a run of ONNX Runtime, caches hold little of Python's code, which then takes ten times as long. So
-        these steps are few: no program, no values on a device, no new request.
+        these steps are few: no program and no values on a device, and the next request takes the place of this one.
         """
-        segment = self._routes[0].segments[self.lone_segment]
+        (segment,) = request.route.segments.values()
+        request.current_steps = {device: steps[0] for device, steps in self._programs.items()}
         try:
             with interruptible(request.stop):
-                arrays = segment.run_native(feeds, request.options)
+                arrays = segment.run_native(request.feeds, request.options)
         except Exception as problem:
             if is_foreign_error(problem) and not is_out_of_memory(problem):
                 raise
@@ -283,16 +264,16 @@ class Engine(WorkLoop):
             raise request.failure or failure from problem
         finally:
             self._weight_files.check()
-        if request.failure is not None:
-            raise request.failure
         with self.lock:
             self._in_flight.pop(request.number, None)
             is_awaited = self._closed or self._in_flight
         self._request_changes.wake()
         if is_awaited:
             self._wake()
-        self._lone_request = request
-        return Result(dict(zip(self._lone_outputs, arrays)), (), time.perf_counter() - start)
+        if request.failure is not None:
+            raise request.failure
+        self.idle_requests[""] = request
+        return Result(dict(zip(self._lone_outputs, arrays)), (), time.perf_counter() - request.start_time)
 
     def _admit(self, request: Request, callers_device: PlacedDevice | None, deadline: float | None) -> None:
         """Put a request in flight; its caller does the part of `callers_device` if no other is in flight.
@@ -324,7 +305,8 @@ class Engine(WorkLoop):
             if len(self._in_flight) >= self._max_in_flight and not isinstance(threading.current_thread(), WorkerThread):
                 return self._request_changes.enter()
             route = conversation.route or self._choose_route()
-            request.take_route(route)
+            if route is not request.route:
+                request.take_route(route)
             if self._state_table.value_names:
                 conversation.route = route
             if callers_device is not None and not self._in_flight:
