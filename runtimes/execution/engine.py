@@ -37,9 +37,8 @@ from onnxplace.errors import ExecutionError
 from onnxplace.feeds.feeds import Array
 from onnxplace.machine.interrupts import interruptible, prepare_interrupts
 from onnxplace.machine.isolated_sessions import find_processes
-from onnxplace.machine.ort_sessions import end_openings, is_foreign_error, require_interpreter
+from onnxplace.machine.ort_sessions import end_openings, require_interpreter
 from onnxplace.runtime.interface import CopyStatus, Result, forked_session_error, run_timeout_error
-from onnxplace.runtimes.execution.failures import describe_segment_failure, is_out_of_memory
 from onnxplace.runtimes.execution.futures import Outcome, ResultFuture
 from onnxplace.runtimes.execution.host_memory import HostMemory, return_freed_memory
 from onnxplace.runtimes.execution.requests import CarriedStates, Request
@@ -124,20 +123,16 @@ class Engine(WorkLoop):
         self._workers += [WorkerThread(devices[device], self.complete, " deliveries") for device in self._enqueued]
         self._workers += [WorkerThread(item.device, item.read, WEIGHTS_PART) for item in self._weight_loaders.values()]
         self._run_entries = [entry for item in devices.values() for entry in item.memory.run_entries().items()]
-        self._lone_outputs = self._find_lone_outputs()
-        """Names of the outputs of the only segment, in its order; empty if requests need more than to run it."""
+        self._is_lone = self._has_lone_segment()
+        """Whether `_run_alone` runs requests that their callers begin."""
         self.idle_requests: dict[str, Request] = {}
         """The request of the last `_run_alone`, for the next one."""
 
-    def _find_lone_outputs(self) -> list[str]:
-        records, route, names = self.bundle.manifest.segments, self._routes[0], {v: name for name, v in self._outputs}
-        is_watched = self.worker or self._trace or self._turns or self._fallback or self._weight_loaders
-        if is_watched or self._state_table.states or len(records) != 1 or len(route.programs) != 1:
-            return []
-        segment, interface = route.segments[records[0].id], (self._inputs, names.keys(), len(names))
-        is_plain = segment.is_native and type(segment.device.memory) is HostMemory
-        is_whole = interface == ({*records[0].inputs}, {*records[0].outputs}, len(self._outputs))
-        return [names[value] for value in records[0].outputs] if is_plain and is_whole else []
+    def _has_lone_segment(self) -> bool:
+        records, route = self.bundle.manifest.segments, self._routes[0]
+        if self.worker or self._trace or self._state_table.states or len(records) != 1 or len(route.programs) != 1:
+            return False
+        return route.segments[records[0].id].is_native and {*records[0].outputs}.issuperset(v for _, v in self._outputs)
 
     def _take_values_as_of(self, device: PlacedDevice) -> None:
         """Take all values for those of one device."""
@@ -223,7 +218,7 @@ class Engine(WorkLoop):
         try:
             does_part = timeout is None or (self.worker is not None and timeout > self.worker.callers_seconds)
             self._admit(request, self._first_device if does_part else None, deadline)
-            if request.callers_device and self._lone_outputs:
+            if request.callers_device and self._is_lone:
                 return self._run_alone(request)
             if request.callers_device:
                 device = self._devices[request.callers_device]
@@ -252,16 +247,13 @@ class Engine(WorkLoop):
         Right after a run of ONNX Runtime, caches hold little of Python's code, which then takes ten times as long. So
         these steps are few: no program and no values on a device, and the next request takes the place of this one.
         """
-        (segment,) = request.route.segments.values()
-        request.current_steps = {device: steps[0] for device, steps in self._programs.items()}
+        (segment,), values = request.route.segments.values(), {**request.feeds}
+        request.current_steps[segment.device.id] = self._programs[request.route.programs[segment.device.id]][0]
         try:
             with interruptible(request.stop):
-                arrays = segment.run_native(request.feeds, request.options)
-        except Exception as problem:
-            if is_foreign_error(problem) and not is_out_of_memory(problem):
-                raise
-            failure = describe_segment_failure(problem, segment.record, self.bundle.manifest, segment.device.id)
-            raise request.failure or failure from problem
+                self.run_segment(segment.device, segment, values, request)
+        except ExecutionError as failure:
+            raise request.failure or failure from None
         finally:
             self._weight_files.check()
         with self.lock:
@@ -273,7 +265,8 @@ class Engine(WorkLoop):
         if request.failure is not None:
             raise request.failure
         self.idle_requests[""] = request
-        return Result(dict(zip(self._lone_outputs, arrays)), (), time.perf_counter() - request.start_time)
+        outputs = {name: values[value] for name, value in self._outputs}
+        return Result(outputs, (), time.perf_counter() - request.start_time)
 
     def _admit(self, request: Request, callers_device: PlacedDevice | None, deadline: float | None) -> None:
         """Put a request in flight; its caller does the part of `callers_device` if no other is in flight.
