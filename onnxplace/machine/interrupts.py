@@ -45,6 +45,7 @@ class _Watcher:
     """
 
     def __init__(self) -> None:
+        self.process_id = os.getpid()
         self.read_fd, self.write_fd = os.pipe()
         for descriptor in (self.read_fd, self.write_fd):
             os.set_blocking(descriptor, False)
@@ -130,18 +131,9 @@ _watcher: _Watcher | None = None
 def prepare_interrupts() -> _Watcher:
     """Start the thread that `interruptible` needs, ahead of code whose time counts."""
     global _watcher
-    if _watcher is None:
+    if _watcher is None or _watcher.process_id != os.getpid():
         _watcher = _Watcher()
     return _watcher
-
-
-def _forget_watcher() -> None:
-    global _watcher
-    _watcher = None
-
-
-if hasattr(os, "register_at_fork"):  # a child has the pipe of its parent, and no thread that reads it
-    os.register_at_fork(after_in_child=_forget_watcher)
 
 
 class interruptible:  # noqa: N801 - used like a function
@@ -164,7 +156,7 @@ class interruptible:  # noqa: N801 - used like a function
     def __enter__(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
-        watcher = _watcher or prepare_interrupts()
+        watcher = prepare_interrupts()
         self._frame = sys._getframe(1)
         try:
             if watcher.section is not None:

@@ -37,8 +37,9 @@ from onnxplace.errors import ExecutionError
 from onnxplace.feeds.feeds import Array
 from onnxplace.machine.interrupts import interruptible, prepare_interrupts
 from onnxplace.machine.isolated_sessions import find_processes
-from onnxplace.machine.ort_sessions import end_openings, require_interpreter
+from onnxplace.machine.ort_sessions import end_openings, is_foreign_error, require_interpreter
 from onnxplace.runtime.interface import CopyStatus, Result, forked_session_error, run_timeout_error
+from onnxplace.runtimes.execution.failures import describe_segment_failure, is_out_of_memory
 from onnxplace.runtimes.execution.futures import Outcome, ResultFuture
 from onnxplace.runtimes.execution.host_memory import HostMemory, return_freed_memory
 from onnxplace.runtimes.execution.requests import CarriedStates, Request
@@ -123,16 +124,20 @@ class Engine(WorkLoop):
         self._workers += [WorkerThread(devices[device], self.complete, " deliveries") for device in self._enqueued]
         self._workers += [WorkerThread(item.device, item.read, WEIGHTS_PART) for item in self._weight_loaders.values()]
         self._run_entries = [entry for item in devices.values() for entry in item.memory.run_entries().items()]
-        self._is_lone = self._has_lone_segment()
-        """Whether `_run_alone` runs requests that their callers begin."""
+        self._lone_outputs = self._find_lone_outputs()
+        """Names of the outputs of the only segment, in its order; empty if requests need more than to run it."""
         self.idle_requests: dict[str, Request] = {}
         """The request of the last `_run_alone`, for the next one."""
 
-    def _has_lone_segment(self) -> bool:
-        records, route = self.bundle.manifest.segments, self._routes[0]
-        if self.worker or self._trace or self._state_table.states or len(records) != 1 or len(route.programs) != 1:
-            return False
-        return route.segments[records[0].id].is_native and {*records[0].outputs}.issuperset(v for _, v in self._outputs)
+    def _find_lone_outputs(self) -> list[str]:
+        records, names = self.bundle.manifest.segments, {value: name for name, value in self._outputs}
+        needs_more = self.worker or self._trace or self._turns or self._fallback or self._state_table.states
+        if needs_more or self._weight_loaders or len(records) != 1 or len(self._routes[0].programs) != 1:
+            return []
+        record, (segment,) = records[0], self._routes[0].segments.values()
+        is_whole = (self._inputs, {*names}, len(names)) == ({*record.inputs}, {*record.outputs}, len(self._outputs))
+        is_plain = segment.is_native and type(segment.device.memory) is HostMemory
+        return [names[value] for value in record.outputs] if is_whole and is_plain else []
 
     def _take_values_as_of(self, device: PlacedDevice) -> None:
         """Take all values for those of one device."""
@@ -168,14 +173,23 @@ class Engine(WorkLoop):
         self,
         feeds: Mapping[str, Array],
         states: Collection[str],
-        future: ResultFuture | Outcome,
         conversation: CarriedStates,
+        future: ResultFuture | None = None,
     ) -> Request:
-        """Return a new request that also returns these carried states; raises ExecutionError in a forked process."""
+        """Return a request, with a future if `submit` takes it, that also returns these carried states.
+
+        Raises ExecutionError in a forked process.
+        """
+        request = None if future else self.idle_requests.pop("", None)
+        if request is not None and request.failure is None:
+            request.renew(feeds, conversation)
+            return request
         self._require_own_process()  # before any use of ONNX Runtime, whose locks may be held
         output_names = self._returned_names.union(states) if states else self._returned_names
         request_class = Request if self.worker is None else self.worker.request_class
-        request = request_class(next(self._numbers), feeds, self._routes[0], output_names, conversation, future)
+        request = request_class(
+            next(self._numbers), feeds, self._routes[0], output_names, conversation, future or Outcome()
+        )
         for key, value in self._run_entries:
             request.options.add_run_config_entry(key, value)
         return request
@@ -197,9 +211,7 @@ class Engine(WorkLoop):
                 raise
             raise
 
-    def run(
-        self, feeds: Mapping[str, Array], states: Collection[str], conversation: CarriedStates, timeout: float | None
-    ) -> Result:
+    def run(self, request: Request, timeout: float | None) -> Result:
         """Return the result of a request; with no other in flight, do one device's part in this thread.
 
         That saves waking a worker and being woken by it, about 100 us. The thread stays on its cores. With a timeout
@@ -210,15 +222,10 @@ class Engine(WorkLoop):
             message = "run was called by a callback on a device's worker thread, which would wait for itself"
             raise ExecutionError("X006", message, where=threading.current_thread().name, hint=hint)
         deadline = None if timeout is None else time.monotonic() + timeout
-        request = self.idle_requests.pop("", None)
-        if request is None:
-            request = self.request(feeds, states, Outcome(), conversation)
-        else:
-            request.renew(feeds, conversation)
         try:
             does_part = timeout is None or (self.worker is not None and timeout > self.worker.callers_seconds)
             self._admit(request, self._first_device if does_part else None, deadline)
-            if request.callers_device and self._is_lone:
+            if request.callers_device and self._lone_outputs:
                 return self._run_alone(request)
             if request.callers_device:
                 device = self._devices[request.callers_device]
@@ -247,26 +254,26 @@ class Engine(WorkLoop):
         Right after a run of ONNX Runtime, caches hold little of Python's code, which then takes ten times as long. So
         these steps are few: no program and no values on a device, and the next request takes the place of this one.
         """
-        (segment,), values = request.route.segments.values(), {**request.feeds}
+        (segment,) = request.route.segments.values()
         request.current_steps[segment.device.id] = self._programs[request.route.programs[segment.device.id]][0]
         try:
             with interruptible(request.stop):
-                self.run_segment(segment.device, segment, values, request)
-        except ExecutionError as failure:
-            raise request.failure or failure from None
+                arrays = segment.run_native(request.feeds, request.options)
+        except Exception as problem:
+            if is_foreign_error(problem) and not is_out_of_memory(problem):
+                raise
+            failure = describe_segment_failure(problem, segment.record, self.bundle.manifest, segment.device.id)
+            raise request.failure or failure from problem
         finally:
             self._weight_files.check()
         with self.lock:
             self._in_flight.pop(request.number, None)
-            is_awaited = self._closed or self._in_flight
         self._request_changes.wake()
-        if is_awaited:
+        if self._closed or self._in_flight:
             self._wake()
-        if request.failure is not None:
-            raise request.failure
-        self.idle_requests[""] = request
-        outputs = {name: values[value] for name, value in self._outputs}
-        return Result(outputs, (), time.perf_counter() - request.start_time)
+        result = Result(dict(zip(self._lone_outputs, arrays)), (), time.perf_counter() - request.start_time)
+        self.idle_requests[""] = request  # last, as no interrupt may end it there
+        return result
 
     def _admit(self, request: Request, callers_device: PlacedDevice | None, deadline: float | None) -> None:
         """Put a request in flight; its caller does the part of `callers_device` if no other is in flight.
@@ -297,7 +304,7 @@ class Engine(WorkLoop):
             # A callback on a worker does not wait: its own worker may have to free a slot.
             if len(self._in_flight) >= self._max_in_flight and not isinstance(threading.current_thread(), WorkerThread):
                 return self._request_changes.enter()
-            route = conversation.route or self._choose_route()
+            route = conversation.route or (self._routes[0] if len(self._routes) == 1 else self._choose_route())
             if route is not request.route:
                 request.take_route(route)
             if self._state_table.value_names:
@@ -314,8 +321,6 @@ class Engine(WorkLoop):
 
     def _choose_route(self) -> OpenRoute:
         """Return the route of a new request, or of a new conversation, whose states stay there."""
-        if len(self._routes) == 1:
-            return self._routes[0]
         # With states, conversations take routes, on which they stay; without, requests do while they are in flight.
         taken = [item.route.index for item in list(self._conversations) if item.route is not None]
         return choose_route(self._routes, taken or [request.route.index for request in self._in_flight.values()])
