@@ -40,7 +40,7 @@ from onnxplace.machine.isolated_sessions import find_processes
 from onnxplace.machine.ort_sessions import end_openings, is_foreign_error, require_interpreter
 from onnxplace.runtime.interface import CopyStatus, Result, forked_session_error, run_timeout_error
 from onnxplace.runtimes.execution.failures import describe_segment_failure, is_out_of_memory
-from onnxplace.runtimes.execution.futures import Outcome, ResultFuture
+from onnxplace.runtimes.execution.futures import ResultFuture
 from onnxplace.runtimes.execution.host_memory import HostMemory, return_freed_memory
 from onnxplace.runtimes.execution.requests import CarriedStates, Request
 from onnxplace.runtimes.execution.segments import Fallback, OpenRoute, OpenSegment, PlacedDevice, choose_route
@@ -182,14 +182,13 @@ class Engine(WorkLoop):
         """
         request = None if future else self.idle_requests.pop("", None)
         if request is not None and request.failure is None:
-            request.renew(feeds, conversation)
+            request.feeds, request.conversation, request.callers_device = feeds, conversation, ""
+            request.start_time = time.perf_counter()
             return request
         self._require_own_process()  # before any use of ONNX Runtime, whose locks may be held
         output_names = self._returned_names.union(states) if states else self._returned_names
         request_class = Request if self.worker is None else self.worker.request_class
-        request = request_class(
-            next(self._numbers), feeds, self._routes[0], output_names, conversation, future or Outcome()
-        )
+        request = request_class(next(self._numbers), feeds, self._routes[0], output_names, conversation, future)
         for key, value in self._run_entries:
             request.options.add_run_config_entry(key, value)
         return request
