@@ -158,7 +158,7 @@ class Request:
         route: OpenRoute,
         output_names: Collection[str],
         conversation: CarriedStates,
-        future: ResultFuture | None,
+        future: ResultFuture | Outcome | None,
     ) -> None:
         self.number = number
         self.feeds = feeds
