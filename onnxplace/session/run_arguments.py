@@ -86,6 +86,7 @@ class RequestChecks:
         self._returned_names = [item.name for item in bundle.returned_outputs]
         self._state_outputs = {item.output for item in bundle.manifest.states}
         self._is_strict = is_batched or bundle.manifest.has_equal_sizes
+        self._is_split = bool(self.split_states)
         self._accepted_signature: FeedSignature | None = None
         self._labels = bundle.manifest.training.labels if bundle.manifest.training else ()
         # Of texts and labels, the content is checked too, so that nothing is known of those of the next request.
@@ -94,7 +95,7 @@ class RequestChecks:
     def check_feeds(self, input_feed: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         """Return the feeds as arrays, and the states among the output names; raises FeedError."""
         states = [name for name in names if name in self._state_outputs] if self._state_outputs else []
-        if self.split_states and isinstance(input_feed, Mapping):
+        if self._is_split and isinstance(input_feed, Mapping):
             input_feed = self.split_states.cut_feeds(unwrap_ort_values(input_feed))
         signature = _make_signature(input_feed)
         if signature is not None and signature == self._accepted_signature:

@@ -257,7 +257,7 @@ class Engine(WorkLoop):
         request.current_steps[segment.device.id] = self._programs[request.route.programs[segment.device.id]][0]
         try:
             with interruptible(request.stop):
-                arrays = segment.run_native(request.feeds, request.options)
+                arrays = segment.call(request.feeds, request.options)
         except Exception as problem:
             if is_foreign_error(problem) and not is_out_of_memory(problem):
                 raise
@@ -285,7 +285,7 @@ class Engine(WorkLoop):
                 raise TimeoutError
         if self.worker is not None:
             self.worker.offer(request)
-        else:
+        elif len(self._tokens) > 1 or not request.callers_device:
             self._wake(request.callers_device)
         if not self._devices:
             self.finish_part(request, "")

@@ -102,8 +102,11 @@ class OpenSegment:
         self.is_native = device.kind.is_host and all(is_native_type(kind) for kind in types)
         self._inputs, self._names = (*record.inputs, *record.streamed), list(record.outputs)
         self._leaving = leaving
-        # Without the checks of ONNX Runtime's class in Python, which take 2 us and 1 us more for each input.
-        self._run_checked: Callable[..., Sequence[Any]] = getattr(session, "_sess", session).run
+        self.call: Callable[..., Sequence[Any]] = partial(getattr(session, "_sess", session).run, self._names)
+        """Runs arrays of types that numpy has, with RunOptions.
+
+        It leaves out the checks of ONNX Runtime's class in Python, which take 2 us, and 1 us more for each input.
+        """
 
     def on(self, device: PlacedDevice) -> OpenSegment:
         """Return the same session for a device."""
@@ -134,7 +137,7 @@ class OpenSegment:
 
     def run_native(self, inputs: Mapping[str, Any], options: Any) -> Sequence[Any]:
         """Run with arrays of types that numpy has."""
-        return self._run_checked(self._names, inputs, options)
+        return self.call(inputs, options)
 
     def _run_unbound(self, inputs: Mapping[str, Any], options: Any) -> Sequence[Any]:
         """Run with sequences, maps, optionals or strings, which cannot be bound."""

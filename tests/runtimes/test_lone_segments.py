@@ -12,7 +12,6 @@ from onnx import parser
 
 import onnxplace
 from onnxplace.errors import ExecutionError, FeedError
-from onnxplace.runtimes.execution.segments import OpenSegment
 from tests.support.endless import X, endless_bundle, expected, feeds
 from tests.support.fault_checks import HUNG_SECONDS, assert_expected, wait_until
 
@@ -64,6 +63,11 @@ def lone_runs(monkeypatch):
 
     monkeypatch.setattr(Engine, "_run_alone", noting)
     return names
+
+
+def find_segment(session):
+    (segment,) = session._session.engine._routes[0].segments.values()
+    return segment
 
 
 def begin_endless_run(session, pool):
@@ -165,7 +169,7 @@ def test_conversations_run_alone_too(session, lone_runs):
 def test_an_error_names_segment_and_device_and_the_next_run_succeeds(many, opened_many):
     bad = {"a": np.ones((2, 3), np.float32), "b": np.ones(3, np.float32)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OpenSegment, "run_native", lambda *arguments: 1 / 0)
+        patch.setattr(find_segment(opened_many), "call", lambda *arguments: 1 / 0)
         errors = []
         for run in (opened_many.run, lambda names, fed: opened_many.submit(fed).result(HUNG_SECONDS)):
             with pytest.raises(ExecutionError) as raised:
@@ -195,7 +199,7 @@ def test_an_exception_of_a_signal_handler_is_raised_as_it_is(session, monkeypatc
         raise AlarmError
 
     with monkeypatch.context() as patch:
-        patch.setattr(OpenSegment, "run_native", alarmed)
+        patch.setattr(find_segment(session), "call", alarmed)
         with pytest.raises(AlarmError):
             session.run(None, feeds(1))
     assert_expected(session.run(None, feeds(1)), 1)
