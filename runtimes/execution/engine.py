@@ -80,6 +80,7 @@ def keep_sessions_in_child() -> None:
 
 
 T = TypeVar("T")
+Feeds = Mapping[str, Array]
 
 # The end of the names of threads that read weights.
 WEIGHTS_PART = " weights"
@@ -109,8 +110,7 @@ class Engine(WorkLoop):
         self._numbers = itertools.count()
         self._conversation_numbers = itertools.count(1)
         self._request_count = 0
-        first = bundle.manifest.segments[0].device if bundle.manifest.segments else ""
-        self._first_device = devices.get(first)
+        self._first_device = devices.get(bundle.manifest.segments[0].device if bundle.manifest.segments else "")
         """The device that can begin at once; `run` follows its program in the thread of its caller."""
         self._conversations = weakref.WeakSet((self.own_states,))
         """Sets of states that are freed with the session; an own set belongs to the handle of its conversation."""
@@ -170,11 +170,7 @@ class Engine(WorkLoop):
     # -- requests ------------------------------------------------------------------------------------
 
     def request(
-        self,
-        feeds: Mapping[str, Array],
-        states: Collection[str],
-        conversation: CarriedStates,
-        future: ResultFuture | None = None,
+        self, feeds: Feeds, states: Collection[str], conversation: CarriedStates, future: ResultFuture | None = None
     ) -> Request:
         """Return a request, with a future if `submit` takes it, that also returns these carried states.
 
@@ -305,7 +301,7 @@ class Engine(WorkLoop):
                 return self._request_changes.enter()
             route = conversation.route or (self._routes[0] if len(self._routes) == 1 else self._choose_route())
             if route is not request.route:
-                request.take_route(route)
+                request.route, request.unfinished = route, set(route.programs)
             if self._state_table.value_names:
                 conversation.route = route
             if callers_device is not None and not self._in_flight:

@@ -202,11 +202,6 @@ class Request:
         self._arrived: dict[str, dict[str, Any]] = {home: {} for home in self.route.devices}
         self._wait_lists = {home: WaitList() for home in self.route.devices}
 
-    def take_route(self, route: OpenRoute) -> None:
-        """Take a route, before any device begins."""
-        self.route = route
-        self.unfinished = set(route.programs)
-
     def deliver(self, value_name: str, device: str, value: Any) -> None:
         """Hand a value to the device that follows the program of `device`."""
         with self._lock:
