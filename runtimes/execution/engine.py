@@ -11,7 +11,8 @@ A request passes through these steps:
 A failure, a timeout or a cancellation ends it at every device: ONNX Runtime stops at the end of a node, and what waits
 for a value is woken. It still passes step 4, so that its devices are free again.
 
-A request that is one segment on the host, and alone in flight, has no program: the thread of its caller runs the segment.
+A request that is one segment on the host, and alone in flight, follows no program: the thread of its caller runs the
+segment.
 
 A request is admitted, left and finished by single steps that an interrupt of the main thread cannot tear apart. All
 steps that end a request may be repeated.
