@@ -256,7 +256,7 @@ class Engine(WorkLoop):
         request.current_steps[segment.device.id] = self._programs[request.route.programs[segment.device.id]][0]
         try:
             with interruptible(request.stop):
-                arrays = segment.call(request.feeds, request.options)
+                arrays = segment.inner.run(segment.record.outputs, request.feeds, request.options)
         except Exception as problem:
             if is_foreign_error(problem) and not is_out_of_memory(problem):
                 raise

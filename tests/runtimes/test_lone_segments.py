@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -169,7 +170,7 @@ def test_conversations_run_alone_too(session, lone_runs):
 def test_an_error_names_segment_and_device_and_the_next_run_succeeds(many, opened_many):
     bad = {"a": np.ones((2, 3), np.float32), "b": np.ones(3, np.float32)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(find_segment(opened_many), "call", lambda *arguments: 1 / 0)
+        patch.setattr(find_segment(opened_many), "inner", SimpleNamespace(run=lambda *arguments: 1 / 0))
         errors = []
         for run in (opened_many.run, lambda names, fed: opened_many.submit(fed).result(HUNG_SECONDS)):
             with pytest.raises(ExecutionError) as raised:
@@ -199,7 +200,7 @@ def test_an_exception_of_a_signal_handler_is_raised_as_it_is(session, monkeypatc
         raise AlarmError
 
     with monkeypatch.context() as patch:
-        patch.setattr(find_segment(session), "call", alarmed)
+        patch.setattr(find_segment(session), "inner", SimpleNamespace(run=alarmed))
         with pytest.raises(AlarmError):
             session.run(None, feeds(1))
     assert_expected(session.run(None, feeds(1)), 1)
