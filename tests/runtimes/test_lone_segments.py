@@ -182,6 +182,29 @@ def test_an_error_names_segment_and_device_and_the_next_run_succeeds(many, opene
     assert len(opened_many.run(None, bad)) == 3
 
 
+@pytest.mark.parametrize(
+    "failure",
+    [ValueError("injected"), RuntimeError("std::bad_alloc"), MemoryError(), OSError("injected"), SystemExit(3)],
+    ids=lambda failure: type(failure).__name__,
+)
+def test_a_failure_is_reported_as_by_a_request_that_follows_its_program(many, failure, monkeypatch):
+    def fail(*arguments):
+        raise failure
+
+    fed, errors = {"a": np.ones((2, 3), np.float32)}, []
+    for is_lone in (True, False):
+        with onnxplace.InferenceSession(many) as session:
+            if not is_lone:
+                monkeypatch.setattr(session._session.engine, "_lone_outputs", [])
+            with monkeypatch.context() as patch:
+                patch.setattr(find_segment(session), "inner", SimpleNamespace(run=fail))
+                with pytest.raises(BaseException) as raised:
+                    session.run(None, fed)
+            errors.append((type(raised.value).__name__, str(raised.value)))
+            assert len(session.run(None, fed)) == 3
+    assert errors[0] == errors[1]
+
+
 def test_inputs_are_checked_before_each_run(opened_many):
     good = {"a": np.ones((2, 3), np.float32)}
     opened_many.run(None, good)
