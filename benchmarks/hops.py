@@ -3,9 +3,11 @@
 A chain of 100 nodes, once on one device in one segment, once alternating between two, for several sizes of the value
 that crosses. The difference per hop is one hand-off, one copy and one call of a segment.
 
-A first table shows the overhead of a call of a bundle over a session with the same segment, by `run`, which runs the
-first device in the calling thread, and by `submit`, which leaves all to the workers: a chain with one input and one
-output, and the decoder of the examples with nine of each. Times are lower quartiles, since others may use the machine.
+A first table shows the overhead of a call of a bundle over a session of ONNX Runtime with the same segment, by `run`,
+which runs the first device in the calling thread, and by `submit`, which leaves all to the workers: a chain with one
+input and one output, the transformer of the examples with 8 tokens, and the decoder with nine inputs and outputs. The
+overhead of `run` is also that of all turns: the median of the differences between neighbours. Others are lower
+quartiles, since others may use the machine. `--calls` prints this table only.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import models
 
 NODES = 100
-ROUNDS, IN_A_ROW = 40, 15
+ROUNDS, IN_A_ROW = 60, 15
 
 
 def chain(elements: int) -> ModelProto:
@@ -53,10 +55,14 @@ def compile_chain(elements: int, folder: Path, name: str, devices: list[str]) ->
 
 def measure_calls() -> None:
     """Print the overhead of calls over the session in the bundle."""
-    print("| model | devices | segments | session us | run us | more | submit us | more |\n" + "|---" * 8 + "|")
+    columns = ("model", "devices", "segments", "session us", "run us", "more", "by turns", "submit us", "more")
+    print(f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         compare_calls("chain", [compile_chain(64, folder, "chain", ["cpu:0"])])
+        transformer, size = models.build("transformer"), {"batch": 1, "seq": 8}
+        bundle = onnxplace.compile(transformer, folder / "tr", devices="cpu:0", shape=size, placer="single")
+        compare_calls("transformer", [bundle])
         model, shape = models.build("decoder"), {"batch": 2, "seq": 1, "past": 64}
         half = {f"decoder/block_{i}.*": f"cpu:{i // 2}" for i in range(4)} | {".*": "cpu:0"}
         (folder / "half.json").write_text(json.dumps(half))
@@ -76,10 +82,12 @@ def compare_calls(model: str, bundles: Sequence[onnxplace.Bundle]) -> None:
     for bundle in bundles:
         with onnxplace.InferenceSession(bundle) as opened:
             run = partial(opened.run, None, feeds)
-            microseconds = measure_quartiles({"plain": plain, "run": run, "submit": make_submit(opened, feeds)})
-        more = {key: f"{us:.0f} | {us - microseconds['plain']:+.0f}" for key, us in microseconds.items()}
+            by_round = measure_rounds({"plain": plain, "run": run, "submit": make_submit(opened, feeds)})
+        microseconds = {key: float(np.quantile(rounds, 0.25)) for key, rounds in by_round.items()}
+        more = {key: f"{us:.0f} | {us - microseconds['plain']:+.1f}" for key, us in microseconds.items()}
+        by_turns = np.median(np.quantile(by_round["run"], 0.25, axis=1) - np.quantile(by_round["plain"], 0.25, axis=1))
         counts = f"{len(bundle.target.devices)} | {len(bundle.manifest.segments)}"
-        row = f"{counts} | {microseconds['plain']:.0f} | {more['run']} | {more['submit']}"
+        row = f"{counts} | {microseconds['plain']:.0f} | {more['run']} | {by_turns:+.1f} | {more['submit']}"
         print(f"| {model} | {row} |", flush=True)
 
 
@@ -88,25 +96,27 @@ def make_submit(session: onnxplace.InferenceSession, feeds: Mapping[str, np.ndar
     return lambda: session.submit(feeds).result()
 
 
-def measure_quartiles(timed: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """Time calls in turn; return lower quartiles in microseconds.
+def measure_rounds(timed: Mapping[str, Callable[[], object]]) -> dict[str, np.ndarray]:
+    """Time calls in turn; return microseconds by round and by call of a round.
 
     Each call is timed several times in a row with warm caches.
     """
-    seconds_by_name: dict[str, list[float]] = {name: [] for name in timed}
-    for _ in range(ROUNDS):
+    microseconds = {name: np.zeros((ROUNDS, IN_A_ROW)) for name in timed}
+    for index in range(ROUNDS):
         for name, call in timed.items():
             call()
-            for _ in range(IN_A_ROW):
+            for number in range(IN_A_ROW):
                 start = time.perf_counter()
                 call()
-                seconds_by_name[name].append(time.perf_counter() - start)
-    return {name: float(np.quantile(seconds, 0.25)) * 1e6 for name, seconds in seconds_by_name.items()}
+                microseconds[name][index, number] = (time.perf_counter() - start) * 1e6
+    return microseconds
 
 
 def main() -> None:
     """Print a table of calls, then a row per size."""
     measure_calls()
+    if "--calls" in sys.argv[1:]:
+        return
     print("| bytes that cross | one segment us | alternating us | per hop us |\n|---|---|---|---|")
     for elements in (64, 16384, 262144):
         with tempfile.TemporaryDirectory() as folder:

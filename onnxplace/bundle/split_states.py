@@ -53,15 +53,18 @@ class SplitStates:
 
     def expand_names(self, names: Iterable[str]) -> list[str]:
         """Return output names with those of parts in place of whole states."""
-        expanded: list[str] = []
-        for name in names:
-            expanded += self._by_output[name].outputs if name in self._by_output else [name]
-        return expanded
+        if not (states := self._by_output):
+            return list(names)
+        return [part for name in names for part in (states[name].outputs if name in states else [name])]
 
     def join_names(self, names: Iterable[str]) -> list[str]:
         """Return output names with those of whole states in place of their parts."""
         whole = {part: name for name, state in self._by_output.items() for part in state.outputs}
         return list(dict.fromkeys(whole.get(name, name) for name in names))
+
+    def find_outputs(self, outputs: Mapping[str, Any], names: Iterable[str]) -> list[Any]:
+        """Return outputs by their names in the original model."""
+        return [self.find_output(outputs, name) for name in names] if self._by_output else [*map(outputs.get, names)]
 
     def find_output(self, outputs: Mapping[str, Any], name: str) -> Any:
         """Return an output by its name in the original model."""

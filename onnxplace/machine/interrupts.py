@@ -145,15 +145,16 @@ class interruptible:  # noqa: N801 - used like a function
         stop: Makes the code inside return soon. It is called from another thread, at most once.
     """
 
+    _watcher: _Watcher | None = None
+    _previous_fd = -1
+    _frame: FrameType | None = None
+    was_stopped = False
+
     def __init__(self, stop: Callable[[], object]) -> None:
         self.stop = stop
-        self._watcher: _Watcher | None = None
-        self._previous_fd = -1
-        self._frame: FrameType | None = None
-        self.was_stopped = False
 
     def __enter__(self) -> None:
-        if threading.get_ident() != threading.main_thread().ident:
+        if threading.current_thread() is not threading.main_thread():
             return
         watcher = prepare_interrupts()
         self._frame = sys._getframe(1)

@@ -166,6 +166,7 @@ class InferenceSession:
         self._bundle = bundle
         self._session = session
         self._checks = RequestChecks(bundle, is_batched=is_batched)
+        self._check_feeds = self._checks.check_feeds
         self._split_states = self._checks.split_states
         self._recorder = recorder
         self._callbacks = Callbacks()
@@ -197,7 +198,7 @@ class InferenceSession:
         try:
             names = self._checks.resolve_names(output_names)
             result = self._run(self._split_states.expand_names(names), input_feed, timeout, run_options)
-            return [self._split_states.find_output(result.outputs, name) for name in names]
+            return self._split_states.find_outputs(result.outputs, names)
         except OnnxplaceError as error:
             match_onnxruntime(error)
             raise
@@ -219,7 +220,7 @@ class InferenceSession:
         self, names: Sequence[str], input_feed: Mapping[str, Any], timeout: float | None, run_options: Any = None
     ) -> Result:
         feeds, states = self._check_feeds(input_feed, names)
-        timeout, called = check_timeout(timeout), time.perf_counter()
+        timeout, called = None if timeout is None else check_timeout(timeout), time.perf_counter()
         if run_options is None:
             result = self._session.run(feeds, states, timeout)
         else:
@@ -227,10 +228,6 @@ class InferenceSession:
         if self._recorder is not None:
             self._recorder.add(called, result, "" if run_options is None else run_options.logid)
         return result
-
-    def _check_feeds(self, input_feed: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-        """Return the feeds as arrays, and the states among the names; a closed session reports that first."""
-        return ({}, []) if self._is_closed else self._checks.check_feeds(input_feed, names)
 
     def run_async(
         self,
@@ -263,7 +260,7 @@ class InferenceSession:
             if (error := replace_termination(future.exception(), run_options)) is not None:
                 report(None, error)
             else:
-                report([split_states.find_output(future.result().outputs, name) for name in names], None)
+                report(split_states.find_outputs(future.result().outputs, names), None)
 
         callbacks, split_states = self._callbacks, self._split_states  # a reference to this session would keep it alive
         try:
@@ -330,7 +327,7 @@ class InferenceSession:
             check_in_flight(in_flight, "in_flight"),
             submit=lambda item: self.submit(item, names),
             cancel=self._session.cancel,
-            read=lambda result: [split_states.find_output(result.outputs, name) for name in names],
+            read=lambda result: split_states.find_outputs(result.outputs, names),
         )
 
     def conversation(self) -> Conversation:
@@ -350,7 +347,7 @@ class InferenceSession:
         thread that does not return even then is abandoned with a RuntimeWarning.
         """
         timeout = check_timeout(timeout, minimum=0)
-        self._is_closed = True
+        self._is_closed, self._check_feeds = True, lambda input_feed, names: ({}, [])  # its runs report that first
         self._session.close(timeout)
         self._callbacks.close()
 

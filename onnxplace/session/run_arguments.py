@@ -86,6 +86,7 @@ class RequestChecks:
         self._returned_names = [item.name for item in bundle.returned_outputs]
         self._state_outputs = {item.output for item in bundle.manifest.states}
         self._is_strict = is_batched or bundle.manifest.has_equal_sizes
+        self._is_split = bool(self.split_states)
         self._accepted_signature: FeedSignature | None = None
         self._labels = bundle.manifest.training.labels if bundle.manifest.training else ()
         # Of texts and labels, the content is checked too, so that nothing is known of those of the next request.
@@ -94,7 +95,7 @@ class RequestChecks:
     def check_feeds(self, input_feed: Mapping[str, Any], names: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         """Return the feeds as arrays, and the states among the output names; raises FeedError."""
         states = [name for name in names if name in self._state_outputs] if self._state_outputs else []
-        if self.split_states and isinstance(input_feed, Mapping):
+        if self._is_split and isinstance(input_feed, Mapping):
             input_feed = self.split_states.cut_feeds(unwrap_ort_values(input_feed))
         signature = _make_signature(input_feed)
         if signature is not None and signature == self._accepted_signature:
@@ -114,10 +115,12 @@ class RequestChecks:
 
     def resolve_names(self, output_names: Iterable[str] | None) -> list[str]:
         """Return the names of outputs, by default of all except states; raises UsageError for an unknown one."""
-        if isinstance(output_names, str | Mapping) or not isinstance(output_names, Iterable | None):
+        if output_names is None:
+            return self._returned_names
+        if isinstance(output_names, str | Mapping) or not isinstance(output_names, Iterable):
             hint = f"write [{output_names!r}]" if isinstance(output_names, str) else "None stands for all outputs"
             raise _make_kind_error(f"expected a list of output names, got {format_value(output_names)}", hint)
-        names = list(output_names or ())
+        names = list(output_names)
         if bad := [name for name in names if not isinstance(name, str)]:
             message = f"expected texts as names of outputs, got {format_value(bad[0])}"
             raise _make_kind_error(message, f"known: {format_names(self._output_names, quoted=False)}")
@@ -126,7 +129,7 @@ class RequestChecks:
                 raise UsageError(
                     "F001", f"the model has no output {name!r}", hint=suggest_nearest(name, self._output_names)
                 )
-        return names or list(self._returned_names)
+        return names or self._returned_names
 
 
 def _make_kind_error(message: str, hint: str) -> UsageError:
@@ -142,7 +145,7 @@ def _make_signature(feeds: Mapping[str, Any]) -> FeedSignature | None:
 
     A signature that passed once need not be checked again.
     """
-    if not isinstance(feeds, Mapping) or not _ARRAYS.issuperset(map(type, feeds.values())):
+    if not isinstance(feeds, (dict, Mapping)) or not _ARRAYS.issuperset(map(type, feeds.values())):
         return None
     return tuple([(name, value.dtype, value.shape) for name, value in feeds.items()])
 

@@ -11,6 +11,9 @@ A request passes through these steps:
 A failure, a timeout or a cancellation ends it at every device: ONNX Runtime stops at the end of a node, and what waits
 for a value is woken. It still passes step 4, so that its devices are free again.
 
+A request that is one segment on the host, and alone in flight, follows no program: the thread of its caller runs the
+segment.
+
 A request is admitted, left and finished by single steps that an interrupt of the main thread cannot tear apart. All
 steps that end a request may be repeated.
 """
@@ -37,9 +40,10 @@ from onnxplace.errors import ExecutionError
 from onnxplace.feeds.feeds import Array
 from onnxplace.machine.interrupts import interruptible, prepare_interrupts
 from onnxplace.machine.isolated_sessions import find_processes
-from onnxplace.machine.ort_sessions import end_openings, require_interpreter
+from onnxplace.machine.ort_sessions import end_openings, is_foreign_error, require_interpreter
 from onnxplace.runtime.interface import CopyStatus, Result, forked_session_error, run_timeout_error
-from onnxplace.runtimes.execution.futures import Outcome, ResultFuture
+from onnxplace.runtimes.execution.failures import describe_segment_failure, is_out_of_memory
+from onnxplace.runtimes.execution.futures import ResultFuture
 from onnxplace.runtimes.execution.host_memory import HostMemory, return_freed_memory
 from onnxplace.runtimes.execution.requests import CarriedStates, Request
 from onnxplace.runtimes.execution.segments import Fallback, OpenRoute, OpenSegment, PlacedDevice, choose_route
@@ -75,9 +79,11 @@ def keep_sessions_in_child() -> None:
     """Never free the sessions that a forked child inherits: their destructors wait for missing threads."""
     for engine in list(OPEN_ENGINES):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))
+        engine.idle_requests.clear()  # so that each request looks for its process
 
 
 T = TypeVar("T")
+Feeds = Mapping[str, Array]
 
 # The end of the names of threads that read weights.
 WEIGHTS_PART = " weights"
@@ -107,8 +113,7 @@ class Engine(WorkLoop):
         self._numbers = itertools.count()
         self._conversation_numbers = itertools.count(1)
         self._request_count = 0
-        first = bundle.manifest.segments[0].device if bundle.manifest.segments else ""
-        self._first_device = devices.get(first)
+        self._first_device = devices.get(bundle.manifest.segments[0].device if bundle.manifest.segments else "")
         """The device that can begin at once; `run` follows its program in the thread of its caller."""
         self._conversations = weakref.WeakSet((self.own_states,))
         """Sets of states that are freed with the session; an own set belongs to the handle of its conversation."""
@@ -122,6 +127,20 @@ class Engine(WorkLoop):
         self._workers += [WorkerThread(devices[device], self.complete, " deliveries") for device in self._enqueued]
         self._workers += [WorkerThread(item.device, item.read, WEIGHTS_PART) for item in self._weight_loaders.values()]
         self._run_entries = [entry for item in devices.values() for entry in item.memory.run_entries().items()]
+        self._lone_outputs = self._find_lone_outputs()
+        """Names of the outputs of the only segment, in its order; empty if requests need more than to run it."""
+        self.idle_requests: dict[str, Request] = {}
+        """The request of the last `_run_alone`, for the next one."""
+
+    def _find_lone_outputs(self) -> list[str]:
+        records, names = self.bundle.manifest.segments, {value: name for name, value in self._outputs}
+        needs_more = self.worker or self._trace or self._turns or self._fallback or self._state_table.states
+        if needs_more or self._weight_loaders or len(records) != 1 or len(self._routes[0].programs) != 1:
+            return []
+        record, (segment,) = records[0], self._routes[0].segments.values()
+        is_whole = (self._inputs, {*names}, len(names)) == ({*record.inputs}, {*record.outputs}, len(self._outputs))
+        is_plain = segment.is_native and type(segment.device.memory) is HostMemory
+        return [names[value] for value in record.outputs] if is_whole and is_plain else []
 
     def _take_values_as_of(self, device: PlacedDevice) -> None:
         """Take all values for those of one device."""
@@ -154,13 +173,17 @@ class Engine(WorkLoop):
     # -- requests ------------------------------------------------------------------------------------
 
     def request(
-        self,
-        feeds: Mapping[str, Array],
-        states: Collection[str],
-        future: ResultFuture | Outcome,
-        conversation: CarriedStates,
+        self, feeds: Feeds, states: Collection[str], conversation: CarriedStates, future: ResultFuture | None = None
     ) -> Request:
-        """Return a new request that also returns these carried states; raises ExecutionError in a forked process."""
+        """Return a request, with a future if `submit` takes it, that also returns these carried states.
+
+        Raises ExecutionError in a forked process.
+        """
+        request = None if future else self.idle_requests.pop("", None)
+        if request is not None and request.failure is None:
+            request.feeds, request.conversation, request.callers_device = feeds, conversation, ""
+            request.start_time = time.perf_counter()
+            return request
         self._require_own_process()  # before any use of ONNX Runtime, whose locks may be held
         output_names = self._returned_names.union(states) if states else self._returned_names
         request_class = Request if self.worker is None else self.worker.request_class
@@ -200,6 +223,8 @@ class Engine(WorkLoop):
         try:
             does_part = timeout is None or (self.worker is not None and timeout > self.worker.callers_seconds)
             self._admit(request, self._first_device if does_part else None, deadline)
+            if request.callers_device and self._lone_outputs:
+                return self._run_alone(request)
             if request.callers_device:
                 device = self._devices[request.callers_device]
                 if self.worker is not None:
@@ -221,6 +246,33 @@ class Engine(WorkLoop):
                 raise
             raise reason from None
 
+    def _run_alone(self, request: Request) -> Result:
+        """Run the only segment for a request in this thread, and end the request.
+
+        Right after a run of ONNX Runtime, caches hold little of Python's code, which then takes ten times as long. So
+        these steps are few: no program and no values on a device, and the next request takes the place of this one.
+        """
+        (segment,) = request.route.segments.values()
+        request.current_steps[segment.device.id] = self._programs[request.route.programs[segment.device.id]][0]
+        try:
+            with interruptible(request.stop):
+                arrays = segment.inner.run(segment.record.outputs, request.feeds, request.options)
+        except Exception as problem:
+            if is_foreign_error(problem) and not is_out_of_memory(problem):
+                raise
+            failure = describe_segment_failure(problem, segment.record, self.bundle.manifest, segment.device.id)
+            raise request.failure or failure from problem
+        finally:
+            self._weight_files.check()
+        with self.lock:
+            self._in_flight.pop(request.number, None)
+        self._request_changes.wake()
+        if self._closed or self._in_flight:
+            self._wake()
+        result = Result(dict(zip(self._lone_outputs, arrays)), (), time.perf_counter() - request.start_time)
+        self.idle_requests[""] = request  # last, as no interrupt may end it there
+        return result
+
     def _admit(self, request: Request, callers_device: PlacedDevice | None, deadline: float | None) -> None:
         """Put a request in flight; its caller does the part of `callers_device` if no other is in flight.
 
@@ -232,7 +284,7 @@ class Engine(WorkLoop):
                 raise TimeoutError
         if self.worker is not None:
             self.worker.offer(request)
-        else:
+        elif len(self._tokens) > 1 or not request.callers_device:
             self._wake(request.callers_device)
         if not self._devices:
             self.finish_part(request, "")
@@ -250,8 +302,9 @@ class Engine(WorkLoop):
             # A callback on a worker does not wait: its own worker may have to free a slot.
             if len(self._in_flight) >= self._max_in_flight and not isinstance(threading.current_thread(), WorkerThread):
                 return self._request_changes.enter()
-            route = conversation.route or self._choose_route()
-            request.take_route(route)
+            route = conversation.route or (self._routes[0] if len(self._routes) == 1 else self._choose_route())
+            if route is not request.route:
+                request.route, request.unfinished = route, set(route.programs)
             if self._state_table.value_names:
                 conversation.route = route
             if callers_device is not None and not self._in_flight:
@@ -266,8 +319,6 @@ class Engine(WorkLoop):
 
     def _choose_route(self) -> OpenRoute:
         """Return the route of a new request, or of a new conversation, whose states stay there."""
-        if len(self._routes) == 1:
-            return self._routes[0]
         # With states, conversations take routes, on which they stay; without, requests do while they are in flight.
         taken = [item.route.index for item in list(self._conversations) if item.route is not None]
         return choose_route(self._routes, taken or [request.route.index for request in self._in_flight.values()])

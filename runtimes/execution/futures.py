@@ -73,8 +73,7 @@ class Outcome(_Awaited):
     def finish(self, result: Result | None, failure: BaseException | None) -> None:
         """Set the result or the failure, and wake the waiting thread; what was set first stays."""
         if not self.is_finished:
-            self._value = (result, failure)
-            self.is_finished = True
+            self._value, self.is_finished = (result, failure), True
         self._wait_list.wake()
 
     def result(self, timeout: float | None = None) -> Result:

@@ -158,7 +158,7 @@ class Request:
         route: OpenRoute,
         output_names: Collection[str],
         conversation: CarriedStates,
-        future: ResultFuture | Outcome,
+        future: ResultFuture | Outcome | None,
     ) -> None:
         self.number = number
         self.feeds = feeds
@@ -168,7 +168,7 @@ class Request:
         self.route = route
         self.options = import_onnxruntime().RunOptions()
         """Run options of all its segments: `terminate` ends them at the next node."""
-        self.future = future
+        self.future: ResultFuture | Outcome = future or Outcome()
         self.start_time = time.perf_counter()
         self.replacements = 0
         """How many lost devices had been replaced when it started."""
@@ -201,11 +201,6 @@ class Request:
         # By the device whose program is followed, which is the same on all routes.
         self._arrived: dict[str, dict[str, Any]] = {home: {} for home in self.route.devices}
         self._wait_lists = {home: WaitList() for home in self.route.devices}
-
-    def take_route(self, route: OpenRoute) -> None:
-        """Take a route, before any device begins."""
-        self.route = route
-        self.unfinished = set(route.programs)
 
     def deliver(self, value_name: str, device: str, value: Any) -> None:
         """Hand a value to the device that follows the program of `device`."""

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from onnxplace.feeds.feeds import Array
 from onnxplace.runtime.interface import CopyStatus, Result, RuntimeSession, SessionStates
 from onnxplace.runtimes.execution.engine import Engine
-from onnxplace.runtimes.execution.futures import Outcome, ResultFuture
+from onnxplace.runtimes.execution.futures import ResultFuture
 from onnxplace.runtimes.execution.requests import CarriedStates
 
 
@@ -65,12 +65,12 @@ class EngineConversation(RuntimeSession):
     def submit(self, feeds: Mapping[str, Array], states: Collection[str] = ()) -> Future[Result]:
         """Start a request after those of this conversation; blocks while as many are in flight as allowed."""
         future = ResultFuture()
-        self.engine.submit(self.engine.request(feeds, states, future, self._carried))
+        self.engine.submit(self.engine.request(feeds, states, self._carried, future))
         return future
 
     def run(self, feeds: Mapping[str, Array], states: Collection[str] = (), timeout: float | None = None) -> Result:
         """Return the result of a request; with no other in flight, do one device's part in this thread."""
-        return self.engine.run(self.engine.request(feeds, states, Outcome(), self._carried), timeout)
+        return self.engine.run(self.engine.request(feeds, states, self._carried), timeout)
 
     def cancel(self, future: Future[Result]) -> None:
         """End a request in flight; its devices are free again at the end of the nodes that they execute."""

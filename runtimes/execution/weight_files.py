@@ -46,21 +46,23 @@ class WatchedFile:
         self.path, self._record, self._lock = path, record, threading.Lock()
         self.descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
         status = os.fstat(self.descriptor)
-        self._time, self._change_time, self._inode = status.st_mtime_ns, status.st_ctime_ns, status.st_ino
+        self._state, self._inode = (status.st_mtime_ns, record.bytes, status.st_ctime_ns), status.st_ino
         self.is_lost = False
         """Whether a run read zeros in its place."""
 
     def has_changed(self) -> bool:
         """Return whether its bytes may be others than they were, or cannot be read."""
+        status = os.fstat(self.descriptor)
+        state = (status.st_mtime_ns, status.st_size, status.st_ctime_ns)
+        if state == self._state or self.is_lost:
+            return self.is_lost
         with self._lock:
-            status = os.fstat(self.descriptor)
-            is_same = not self.is_lost and (status.st_mtime_ns, status.st_size) == (self._time, self._record.bytes)
-            if is_same and status.st_ctime_ns != self._change_time:
-                is_same = False
+            is_same = state == self._state  # another thread was faster
+            if not is_same and state[:2] == self._state[:2]:
                 with suppress(OSError), open(self.descriptor, "rb", closefd=False) as file:
                     file.seek(0)
                     is_same = hashlib.file_digest(file, "sha256").hexdigest() == self._record.sha256
-                self._change_time = status.st_ctime_ns if is_same else self._change_time
+                self._state = state if is_same else self._state
             return not is_same
 
     def is_behind(self, inode: int, path: str) -> bool:

@@ -179,8 +179,7 @@ class WorkLoop(ProgramLoop):
 
     def list_in_flight(self, conversation: CarriedStates | None = None) -> list[Request]:
         """Return the requests in flight, of one conversation or of all."""
-        requests = list(self._in_flight.values())
-        return [item for item in requests if conversation is None or item.conversation is conversation]
+        return [item for item in list(self._in_flight.values()) if conversation in (None, item.conversation)]
 
     def is_finished(self, device: str) -> bool:
         """Return whether the engine is closed and no request needs a device any more."""

@@ -3,6 +3,7 @@
 import random
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -171,7 +172,7 @@ def test_without_a_size_in_the_message_the_prediction_of_the_bundle_is_reported(
 
     with onnxplace.InferenceSession(expanding) as session:
         for segment in session._session.engine._routes[0].segments.values():
-            monkeypatch.setattr(segment, "run", run_out)
+            monkeypatch.setattr(segment, "inner", SimpleNamespace(run=run_out))
         predicted = r"the bundle predicts \d+ bytes of outputs and \d+ bytes of workspace"
         with pytest.raises(ExecutionError, match=f"X010.*segment cpu0-000 ran out of memory: {predicted}"):
             session.run(None, SMALL)

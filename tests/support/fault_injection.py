@@ -95,6 +95,7 @@ class FaultyEngine(Engine):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
+        self._lone_outputs = []  # all requests follow programs, at whose steps faults are
         self.fault: Fault | None = None
         self.armed = False
         self.victim = -1
