@@ -276,7 +276,7 @@ def decode(wiring, device, bias, level_weight, limit, scratch):
             continue
         # Finish the node of lowest index that ends now, and send its values. Others follow after its device went on.
         # Once none ends now, the node of lowest index that asks gets its processors.
-        home = -1
+        home = np.int64(-1)  # not a literal, for which numba would compile the callees once more
         for d in range(devices):
             record = scratch.devices[d]
             if record.ends == now and (
