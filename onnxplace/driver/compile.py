@@ -20,7 +20,6 @@ from onnxplace.driver.choose import (
     make_latency_objective,
     make_throughput_objective,
 )
-from onnxplace.driver.plan_sets import join_sizes
 from onnxplace.driver.settings import CompileSettings, choose_output, choose_pipeline, choose_streaming, choose_target
 from onnxplace.driver.sources import ModelSource, SizedModel, bind_source, open_source, require_one_size
 from onnxplace.driver.step_parts import suggest_fixed_sizes
@@ -116,6 +115,8 @@ def _compile_sizes(
     """Write the bundle that the user wants, for one size or for several."""
     if len(sized) == 1:
         return _run_pipeline(steps, states[0], staging, settings)
+    from onnxplace.driver.plan_sets import join_sizes
+
     compiled, is_worst_ratio = [], settings.objective == "worst-ratio"
     each = replace(settings, objective="latency") if is_worst_ratio else settings
     for number, state in enumerate(states):
