@@ -364,9 +364,10 @@ def print_hint(text: str) -> None:
 
 def note_core_shortage(bundle: Bundle, runtime: str = "onnxruntime") -> None:
     """Print a note if this machine has too few cores for the bundle."""
-    from onnxplace.measure.trial import find_core_shortage
+    from onnxplace.machine.hardware import report_core_shortage
 
-    if runtime != "simulated" and (note := find_core_shortage(bundle.manifest)):
+    target, model = bundle.manifest.target.target(), bundle.manifest.model
+    if runtime != "simulated" and (note := report_core_shortage(target, model)):
         print_notes([note])
 
 

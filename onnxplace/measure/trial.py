@@ -29,7 +29,13 @@ from onnxplace.bundle.manifest import HOST, Manifest, RouteRecord, StreamRecord,
 from onnxplace.bundle.split_states import SplitStates
 from onnxplace.errors import Diagnostic
 from onnxplace.feeds.feeds import Array
-from onnxplace.machine.hardware import RUNTIME_BYTES, available_cores, available_memory_bytes, find_device_problem
+from onnxplace.machine.hardware import (
+    RUNTIME_BYTES,
+    available_cores,
+    available_memory_bytes,
+    find_device_problem,
+    report_core_shortage,
+)
 from onnxplace.machine.repeated_runs import (
     DOUBTFUL_WAITING_SHARE,
     MAX_CREDIBLE_WAITING_SHARE,
@@ -49,7 +55,6 @@ from onnxplace.measure.step_inputs import RepeatedStep
 from onnxplace.pipeline.registry import create_runtime
 from onnxplace.runtime.interface import Event, Result, Runtime, RuntimeSession
 from onnxplace.runtime.timelines import find_medians
-from onnxplace.target.target import Target, count_cores_by_processor
 from onnxplace.utils.control_groups import find_core_limit
 from onnxplace.utils.differences import relative_error
 from onnxplace.utils.files import write_file
@@ -139,18 +144,6 @@ def count_process_bytes(manifest: Manifest) -> int:
 def find_core_shortage(manifest: Manifest) -> Diagnostic | None:
     """Return a note if a bundle's CPU devices have more cores than this machine, or None."""
     return report_core_shortage(manifest.target.target(), manifest.model)
-
-
-def report_core_shortage(target: Target, model: str) -> Diagnostic | None:
-    """Return a note if the devices of a target on processor cores have more cores than this machine, or None.
-
-    Devices of several hosts do not run here.
-    """
-    needed, available = sum(count_cores_by_processor(target.devices).values()), len(available_cores())
-    if target.hosts or needed <= available:
-        return None
-    message = f"its CPU devices have {needed} cores, this machine {available}: they compete for cores"
-    return Diagnostic("F008", message, where=model)
 
 
 def _find_missing_gpu(manifest: Manifest) -> Diagnostic | None:

@@ -60,3 +60,10 @@ def test_placing_a_small_graph_imports_no_runtime_and_no_compiler_of_loops(graph
 def test_commands_that_compute_nothing_import_no_libraries_of_numbers(arguments, tmp_path):
     modules = list_imported(tmp_path, *arguments)
     assert find_packages(modules) & (HEAVY | {"numpy", "onnx", "onnxruntime", "pydantic", "psutil"}) == set()
+
+
+def test_running_a_bundle_imports_nothing_that_compiles(model_file, tmp_path, run_cli):
+    assert run_cli("compile", model_file, *FAST, "-o", tmp_path / "out").code == 0
+    modules = list_imported(tmp_path, "run", "out", "--shape", "batch=4")
+    assert find_packages(modules) & (HEAVY | {"onnx"}) == set()
+    assert not any(name.startswith("onnxplace.measure.trial") for name in modules)
