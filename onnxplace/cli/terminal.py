@@ -126,19 +126,13 @@ class PartClock:
     """The time of a command, of which each moment belongs to one part: there is no gap between two parts."""
 
     def __init__(self, began: float) -> None:
-        self._began = self._part_began = began
+        self._began, self.seconds, self.parts = began, 0.0, 0
 
-    def end_part(self) -> float:
-        """End the current part and begin the next one; return its seconds.
-
-        They are whole hundredths, such that those of all parts add up to `end_all`.
-        """
-        before, self._part_began = self._part_began, time.monotonic()
-        return round(self._part_began - self._began, 2) - round(before - self._began, 2)
-
-    def end_all(self) -> float:
-        """Return the seconds of all parts that have ended, in whole hundredths."""
-        return round(self._part_began - self._began, 2)
+    def end_part(self) -> str:
+        """End the current part and begin the next one; return its seconds, of which the sum is `seconds`, as text."""
+        before, self.seconds = self.seconds, round(time.monotonic() - self._began, 2)
+        self.parts += 1
+        return f"{self.seconds - before:.2f} s"
 
 
 @contextmanager
@@ -153,9 +147,9 @@ def report_total_time(context: click.Context) -> Iterator[None]:
         raise
     finally:
         if context.meta.get(_META_KEY) == "verbose":
-            rest, whole = clock.end_part(), clock.end_all()
-            parts = f"ending: {rest:.2f} s\n" if rest < whole else ""  # a command without steps is one part
-            print_aside(f"{parts}{context.invoked_subcommand}: {whole:.2f} s in all")
+            ending = f"ending: {clock.end_part()}\n"
+            whole = f"{context.invoked_subcommand}: {clock.seconds:.2f} s in all"
+            print_aside(f"{ending * (clock.parts > 1)}{whole}")  # a command without steps has no parts
 
 
 def _find_start() -> float:
@@ -196,7 +190,7 @@ class Display:
         self._last_report = 0.0
         self._clock: PartClock | None = click.get_current_context().meta[_CLOCK_KEY] if is_verbose() else None
         if self._clock:
-            print_aside(f"starting: {self._clock.end_part():.2f} s")
+            print_aside(f"starting: {self._clock.end_part()}")
         self._set_step(first, 0, 0)
 
     def _set_step(self, name: str, index: int, count: int) -> None:
@@ -277,7 +271,7 @@ class Display:
 
     def _end_step(self) -> None:
         if self._clock:
-            self._print(f"{self.describe()}: {self._clock.end_part():.2f} s")
+            self._print(f"{self.describe()}: {self._clock.end_part()}")
 
     def _show(self) -> None:
         """Show what changed."""

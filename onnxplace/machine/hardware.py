@@ -10,15 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from onnxplace.errors import (
-    Diagnostic,
-    OnnxplaceError,
-    PluginError,
-    TargetError,
-    format_names,
-    format_value,
-    suggest_nearest,
-)
+from onnxplace.errors import OnnxplaceError, PluginError, TargetError, format_names, format_value, suggest_nearest
 from onnxplace.machine.measurement_cache import processor
 from onnxplace.machine.ort_sessions import make_session_options, open_session
 from onnxplace.target.device_kinds import PROVIDER_OPTION, THREADS, DeviceAddress, Hardware, list_provider_options
@@ -62,18 +54,6 @@ def available_cores() -> tuple[int, ...]:
 def available_memory_bytes() -> int:
     """Return the free host memory, within the limit of the container."""
     return count_free_bytes()
-
-
-def report_core_shortage(target: Target, model: str) -> Diagnostic | None:
-    """Return a note if the devices of a target on processor cores have more cores than this machine, or None.
-
-    Devices of several hosts do not run here.
-    """
-    needed, available = sum(count_cores_by_processor(target.devices).values()), len(available_cores())
-    if target.hosts or needed <= available:
-        return None
-    message = f"its CPU devices have {needed} cores, this machine {available}: they compete for cores"
-    return Diagnostic("F008", message, where=model)
 
 
 def divide_cores(count: int) -> list[int]:

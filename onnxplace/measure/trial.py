@@ -29,13 +29,7 @@ from onnxplace.bundle.manifest import HOST, Manifest, RouteRecord, StreamRecord,
 from onnxplace.bundle.split_states import SplitStates
 from onnxplace.errors import Diagnostic
 from onnxplace.feeds.feeds import Array
-from onnxplace.machine.hardware import (
-    RUNTIME_BYTES,
-    available_cores,
-    available_memory_bytes,
-    find_device_problem,
-    report_core_shortage,
-)
+from onnxplace.machine.hardware import RUNTIME_BYTES, available_cores, available_memory_bytes, find_device_problem
 from onnxplace.machine.repeated_runs import (
     DOUBTFUL_WAITING_SHARE,
     MAX_CREDIBLE_WAITING_SHARE,
@@ -50,6 +44,7 @@ from onnxplace.machine.repeated_runs import (
 )
 from onnxplace.measure.cached_trials import RequestCount, Seconds, Share, measure_once
 from onnxplace.measure.compare import find_bundle_lineages, open_reference, settle
+from onnxplace.measure.host_nodes import find_core_shortage
 from onnxplace.measure.size_comparison import compare_at_another_size
 from onnxplace.measure.step_inputs import RepeatedStep
 from onnxplace.pipeline.registry import create_runtime
@@ -139,11 +134,6 @@ def count_process_bytes(manifest: Manifest) -> int:
         return RUNTIME_BYTES + host.peak_bytes
     on_host = {device.id for device in manifest.target.devices if device.has_cores}
     return RUNTIME_BYTES + sum(device.peak_bytes for device in manifest.devices if device.id in on_host)
-
-
-def find_core_shortage(manifest: Manifest) -> Diagnostic | None:
-    """Return a note if a bundle's CPU devices have more cores than this machine, or None."""
-    return report_core_shortage(manifest.target.target(), manifest.model)
 
 
 def _find_missing_gpu(manifest: Manifest) -> Diagnostic | None:
