@@ -11,38 +11,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, cached_property, update_wrapper
+from functools import cache, cached_property, partial, update_wrapper
 from importlib import import_module
 from types import FunctionType
 from typing import Any
 
 import numpy as np
-
-
-def compiled_loop(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile `function` on first use, and cache the machine code on disk where a folder can be written."""
-    return CompiledLoop(function, allocates=True)
-
-
-def in_place(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a loop that allocates no arrays or lists, but writes to its arguments; this compiles faster."""
-    return CompiledLoop(function, allocates=False)
-
-
-def linear_loop(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Run `function`, of time linear in its arguments, in plain Python until it is worth compiling."""
-    return _LinearLoop(function, allocates=True)
-
-
-def linear_in_place(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Like `linear_loop`, for a loop that allocates no arrays or lists."""
-    return _LinearLoop(function, allocates=False)
-
-
-def compiled_part(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a loop like `in_place`, in half of the time, since only other loops call it, with which it is cached."""
-    return CompiledLoop(function, allocates=False, is_part=True)
-
 
 # Elements of arrays that a loop goes through in plain Python, in one process, before it is compiled. They take 0.03 to
 # 0.6 s, no longer than compiling does.
@@ -119,6 +93,18 @@ class _LinearLoop(CompiledLoop):
             return records[-1][1]
         # Rows of a grid can be taken of arrays alone.
         return value if self._allocates or value.ndim > 1 else value.data
+
+
+# Decorator: compile a loop on first use, and cache the machine code on disk where a folder can be written.
+compiled_loop = partial(CompiledLoop, allocates=True)
+# The same for a loop that allocates no arrays or lists, but writes to its arguments; this compiles faster.
+in_place = partial(CompiledLoop, allocates=False)
+# Like `in_place`, in half of the time, for a loop that only other loops call, with which it is cached.
+compiled_part = partial(CompiledLoop, allocates=False, is_part=True)
+# Run a loop, of time linear in its arguments, in plain Python until it is worth compiling.
+linear_loop = partial(_LinearLoop, allocates=True)
+# Like `linear_loop`, for a loop that allocates no arrays or lists.
+linear_in_place = partial(_LinearLoop, allocates=False)
 
 
 @cache

@@ -33,7 +33,9 @@ def make_dispatcher(function: Callable[..., Any], allocates: bool, is_part: bool
 
 def is_on_disk(compiled: Any) -> bool:
     """Return whether a loop that was compiled earlier is on disk, for the source as it is now."""
-    return isinstance(compiled._cache, _Cache) and compiled._cache.is_filled()
+    with suppress(Exception):  # there is no folder for it, or the file is damaged
+        return bool(compiled._cache._cache_file._load_index())
+    return False
 
 
 class _Cache(FunctionCache):
@@ -51,12 +53,6 @@ class _Cache(FunctionCache):
             with suppress(OSError):
                 self.flush()  # type: ignore[no-untyped-call]
             return None
-
-    def is_filled(self) -> bool:
-        """Return whether a compiled loop is on disk, for the source as it is now."""
-        with suppress(Exception):
-            return bool(self._cache_file._load_index())  # type: ignore[no-untyped-call]
-        return False
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Write a compiled loop to disk; do without if the disk is full."""
