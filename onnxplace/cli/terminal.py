@@ -207,10 +207,6 @@ class Display:
         self._set_step(name, index, count)
         self._show()
 
-    def begin(self, name: str) -> None:
-        """Begin a step that is none of several, such as passes are."""
-        self(name, 0, 1)
-
     def advance(self, share: float, detail: str = "") -> None:
         """Take the finished share of the current step; a share below an earlier one is ignored.
 

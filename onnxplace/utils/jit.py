@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-# Elements of arrays that a loop goes through in plain Python, in one process, before it is compiled. They take 0.03 to
-# 0.6 s, no longer than compiling does.
+# Elements of arrays that a loop goes through in plain Python, in one process, before it is compiled. They take 0.1 to
+# 2 s, no longer than compiling does.
 MAX_INTERPRETED_ELEMENTS = 1_000_000
 # The same before machine code is read that is on disk, which takes about 10 ms.
 MAX_ELEMENTS_BEFORE_READING = 4_000

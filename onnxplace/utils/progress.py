@@ -13,10 +13,7 @@ from typing import Protocol
 
 
 class ProgressObserver(Protocol):
-    """Hears which step is the current one, and how far it is."""
-
-    def begin(self, name: str) -> None:
-        """Take the name of a step that begins."""
+    """Hears how far the current step is."""
 
     def advance(self, share: float) -> None:
         """Take the finished share of the current step, from 0 to 1."""
@@ -47,19 +44,10 @@ def observe_progress(observer: ProgressObserver) -> Iterator[None]:
         _scope.reset(token)
 
 
-def report_step(name: str) -> None:
-    """Report that a step begins which is no pass of a pipeline: an observer hears of those by itself."""
-    if scope := _scope.get():
-        scope.observer.begin(name)
-
-
 def report_progress(done: float, total: float = 1.0) -> None:
     """Report how much of the current step, or of its current part, is done.
 
     >>> class Printer:
-    ...     def begin(self, name: str) -> None:
-    ...         print(name)
-    ...
     ...     def advance(self, share: float) -> None:
     ...         print(f"{share:.0%}")
     ...

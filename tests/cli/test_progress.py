@@ -270,9 +270,6 @@ class Recorder:
         self.shares: list[float] = []
         self.limits: list[float] = []
 
-    def begin(self, name: str) -> None:
-        self.shares.append(0.0)
-
     def advance(self, share: float) -> None:
         self.shares.append(share)
 
