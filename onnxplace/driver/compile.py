@@ -82,8 +82,8 @@ def _compile_source(source: ModelSource, steps: Pipeline, target: Target, settin
         source, model, shape=settings.shape, inputs=settings.inputs, state=settings.state, llm=settings.llm
     )
     loaded = sized[0].model
-    if settings.observer:
-        settings.observer("checking operators and paths", 0, 1)
+    begin_step = settings.observer or (lambda *_: None)
+    begin_step("checking operators and paths", 0, 1)
     require_one_size(sized, target.hosts, "several hosts run one plan")
     if settings.objective == "worst-ratio" and len(sized) == 1:
         raise UsageError("U042", "worst-ratio compares several sizes", where="--objective", hint="repeat --shape")
@@ -103,8 +103,7 @@ def _compile_source(source: ModelSource, steps: Pipeline, target: Target, settin
         except ModelError:
             require_unchanged(loaded)  # ONNX Runtime may have read weights while another program wrote them
             raise
-        if settings.observer:
-            settings.observer("putting the bundle in place", 0, 1)
+        begin_step("putting the bundle in place", 0, 1)
         staging.place(compiled.bundle.path)
     bundle = Bundle(path, compiled.bundle.manifest)
     return replace(compiled, bundle=bundle, diagnostics=(*swept, *compiled.diagnostics))

@@ -137,11 +137,8 @@ def _copy_with_plain_callees(function: FunctionType) -> FunctionType:
 class _CompilationClock:
     """Adds up the time of all compilations in any thread, and calls back at the next one; a listener of numba."""
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self.callback: Callable[[], None] | None = None
-        self._depth = 0
-        self._since = 0.0
+    seconds, _depth, _since = 0.0, 0, 0.0
+    callback: Callable[[], None] | None = None
 
     def notify(self, event: Any) -> None:
         """Start the clock when a loop is compiled, unless that is for another one, and stop it at the end of that."""

@@ -14,9 +14,6 @@ from numba.core.options import DefaultOptions
 
 from onnxplace.utils.jit import CompiledLoop, compilation_clock
 
-# Without reference counts of arrays: numba counts at each use, which is a sixth of the code that it has to compile.
-_WITHOUT_REFERENCE_COUNTS: dict[str, Any] = {"_nrt": False} if hasattr(DefaultOptions, "_nrt") else {}
-
 Listener.register(type(compilation_clock))
 register("numba:compile", compilation_clock)  # type: ignore[no-untyped-call]
 
@@ -25,7 +22,9 @@ def make_dispatcher(function: Callable[..., Any], allocates: bool, is_part: bool
     """Return what compiles a loop or reads it from disk; a part has no wrapper for Python, and no files of its own."""
     # Loops run without the interpreter's lock, and none is called from C.
     options: dict[str, Any] = {"nogil": True, "no_cfunc_wrapper": True, "no_cpython_wrapper": is_part}
-    compiled: Any = numba.njit(**options, **({} if allocates else _WITHOUT_REFERENCE_COUNTS))(function)
+    # Without reference counts of arrays: numba counts at each use, which is a sixth of the code that it has to compile.
+    options |= {} if allocates or not hasattr(DefaultOptions, "_nrt") else {"_nrt": False}
+    compiled: Any = numba.njit(**options)(function)
     with suppress(RuntimeError):  # neither the package's folder nor the user's cache can be written
         compiled._cache = compiled._cache if is_part else _Cache(function)
     return compiled

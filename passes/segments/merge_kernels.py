@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from onnxplace.graph.op_graph import Bools, Floats, Ints, Longs
 from onnxplace.simulation.channel_kernels import book_transfer, open_channels
@@ -109,9 +108,7 @@ def _run(work, joined, records, gaps, arrival, sequence):
     return makespan if done == len(work.queue) else np.inf
 
 
-def merge_neighbours(
-    work: SegmentQueues, attempts: Ints, records: NDArray[Any], gaps: NDArray[Any]
-) -> tuple[Bools, Longs]:
+def merge_neighbours(work: SegmentQueues, attempts: Ints, records: Any, gaps: Any) -> tuple[Bools, Longs]:
     """Return which segments are joined to the one before them on their device, and an order in which blocks can run.
 
     Each row of `attempts`, segments that are not the first of their device, joins them to the ones before them, and
