@@ -67,3 +67,14 @@ def test_running_a_bundle_imports_nothing_that_compiles(model_file, tmp_path, ru
     modules = list_imported(tmp_path, "run", "out", "--shape", "batch=4")
     assert find_packages(modules) & (HEAVY | {"onnx"}) == set()
     assert not any(name.startswith("onnxplace.measure.trial") for name in modules)
+
+
+def test_a_command_ends_without_a_search_for_cycles(tmp_path):
+    """All objects are frozen by then: to search those of a compiled model takes longer than to start Python."""
+    script = (
+        "import atexit, gc, runpy, sys; atexit.register(lambda: print(gc.get_freeze_count(), gc.get_count()[0]));"
+        "sys.argv = ['onnxplace', 'explain', 'P010']; runpy.run_module('onnxplace', run_name='__main__')"
+    )
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path)
+    frozen, rest = map(int, process.stdout.splitlines()[-1].split())
+    assert frozen > 10_000 > rest
