@@ -147,9 +147,8 @@ def report_total_time(context: click.Context) -> Iterator[None]:
         raise
     finally:
         if context.meta.get(_META_KEY) == "verbose":
-            ending = f"ending: {clock.end_part()}\n"
-            whole = f"{context.invoked_subcommand}: {clock.seconds:.2f} s in all"
-            print_aside(f"{ending * (clock.parts > 1)}{whole}")  # a command without steps has no parts
+            ending = f"ending: {clock.end_part()}\n" * (clock.parts > 1)  # a command without steps has no parts
+            print_aside(f"{ending}{context.invoked_subcommand}: {clock.seconds:.2f} s in all")
 
 
 def _find_start() -> float:

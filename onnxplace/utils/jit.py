@@ -58,7 +58,7 @@ class _LinearLoop(CompiledLoop):
             self._elements += sum(map(_count_elements, arguments))
             factor = 1 if _load_numba.cache_info().currsize else IMPORT_FACTOR
             self._is_compiled = self._elements > MAX_INTERPRETED_ELEMENTS or (
-                self._elements > factor * MAX_ELEMENTS_BEFORE_READING and self._is_on_disk
+                self._elements > factor * MAX_ELEMENTS_BEFORE_READING and _load_numba().is_on_disk(self._compiled)
             )
         if self._is_compiled:
             return self._compiled(*arguments)
@@ -68,10 +68,6 @@ class _LinearLoop(CompiledLoop):
     def _in_plain_python(self) -> Callable[..., Any]:
         # On first use, because the loops that it calls may be defined behind it.
         return _copy_with_plain_callees(self.py_func)
-
-    @cached_property
-    def _is_on_disk(self) -> bool:
-        return bool(_load_numba().is_on_disk(self._compiled))
 
     def _interpret(self, arguments: tuple[Any, ...]) -> Any:
         """Run the loop in plain Python, on objects whose items are read faster than those of arrays."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import numba
@@ -30,6 +31,7 @@ def make_dispatcher(function: Callable[..., Any], allocates: bool, is_part: bool
     return compiled
 
 
+@cache
 def is_on_disk(compiled: Any) -> bool:
     """Return whether a loop that was compiled earlier is on disk, for the source as it is now."""
     with suppress(Exception):  # there is no folder for it, or the file is damaged

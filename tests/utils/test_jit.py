@@ -165,7 +165,7 @@ def test_a_linear_loop_whose_machine_code_is_on_disk_is_read_sooner(monkeypatch,
     (folder / "kept_caller.py").write_text(CALLER.replace("compiled_loop", "linear_loop").replace("(x)\n", "(x[0])\n"))
     items = np.ones(4, dtype=np.int64)
     monkeypatch.setattr(jit, "MAX_ELEMENTS_BEFORE_READING", 3)
-    assert fresh(folder).run._is_on_disk is False
+    assert jit._load_numba().is_on_disk(fresh(folder).run._compiled) is False
     monkeypatch.setattr(jit, "MAX_INTERPRETED_ELEMENTS", 3)
     fresh(folder).run(items)
     monkeypatch.setattr(jit, "MAX_INTERPRETED_ELEMENTS", 1 << 40)
