@@ -130,8 +130,7 @@ class PartClock:
 
     def end_part(self) -> str:
         """End the current part and begin the next one; return its seconds, of which the sum is `seconds`, as text."""
-        before, self.seconds = self.seconds, round(time.monotonic() - self._began, 2)
-        self.parts += 1
+        before, self.seconds, self.parts = self.seconds, round(time.monotonic() - self._began, 2), self.parts + 1
         return f"{self.seconds - before:.2f} s"
 
 
