@@ -20,7 +20,9 @@ def _end(number: int, _: object) -> None:
 
 
 _script = os.path.basename((*getattr(sys, "argv", ()), "")[0]).removesuffix(".exe")
-if _script == "onnxplace" or (_script == "-m" and "onnxplace" in sys.orig_argv):
+# Whether this process was started for a command.
+IS_COMMAND = _script == "onnxplace" or (_script == "-m" and "onnxplace" in sys.orig_argv)
+if IS_COMMAND:
     import signal
 
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # otherwise it is ignored

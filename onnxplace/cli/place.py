@@ -91,12 +91,11 @@ def place(
         read_placement,
         replace_devices,
     )
-    from onnxplace.driver.settings import require_one_target
-    from onnxplace.target.machines import parse_machine
+    from onnxplace.driver.settings import choose_target, require_one_target
     from onnxplace.target.parsing import parse_bytes
 
     require_one_target(devices, None, machine)
-    target = parse_machine(machine).to_target() if machine is not None else None
+    target = choose_target(None, None, None, machine) if machine is not None else None
     if placement and (excluded := [_name_option(name) for name in ("budget", *options) if _is_given(name)]):
         message = f"--placement is scored as it is: it excludes {', '.join(excluded)}"
         raise UsageError("U042", message, hint="leave one of them out")

@@ -364,7 +364,7 @@ def print_hint(text: str) -> None:
 
 def note_core_shortage(bundle: Bundle, runtime: str = "onnxruntime") -> None:
     """Print a note if this machine has too few cores for the bundle."""
-    from onnxplace.measure.trial import find_core_shortage
+    from onnxplace.measure.host_nodes import find_core_shortage
 
     if runtime != "simulated" and (note := find_core_shortage(bundle.manifest)):
         print_notes([note])

@@ -15,10 +15,12 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from onnxplace import _startup
 from onnxplace.errors import OnnxplaceError, format_name, shorten
 
 if TYPE_CHECKING:
@@ -116,10 +118,26 @@ def _keep_verbosity(context: click.Context, option: click.Parameter, given: bool
     context.meta[_META_KEY] = option.name
 
 
+# Under this name, they share the clock of the command.
+_CLOCK_KEY = "onnxplace.clock"
+
+
+class PartClock:
+    """The time of a command, of which each moment belongs to one part: there is no gap between two parts."""
+
+    def __init__(self, began: float) -> None:
+        self._began, self.seconds, self.parts = began, 0.0, 0
+
+    def end_part(self) -> str:
+        """End the current part and begin the next one; return its seconds, of which the sum is `seconds`, as text."""
+        before, self.seconds, self.parts = self.seconds, round(time.monotonic() - self._began, 2), self.parts + 1
+        return f"{self.seconds - before:.2f} s"
+
+
 @contextmanager
 def report_total_time(context: click.Context) -> Iterator[None]:
     """Print the time of a command, and the exception behind its error, if the user wants to know."""
-    began = time.perf_counter()
+    clock = context.meta[_CLOCK_KEY] = PartClock(_find_start())
     try:
         yield
     except OnnxplaceError as error:
@@ -128,7 +146,20 @@ def report_total_time(context: click.Context) -> Iterator[None]:
         raise
     finally:
         if context.meta.get(_META_KEY) == "verbose":
-            print_aside(f"{context.invoked_subcommand}: {time.perf_counter() - began:.2f} s in all")
+            ending = f"ending: {clock.end_part()}\n" * (clock.parts > 1)  # a command without steps has no parts
+            print_aside(f"{ending}{context.invoked_subcommand}: {clock.seconds:.2f} s in all")
+
+
+def _find_start() -> float:
+    """Return when this process was started if that was for a command, else now, both by `time.monotonic`."""
+    now = time.monotonic()
+    if not _startup.IS_COMMAND:
+        return now
+    try:
+        ticks = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
+        return now - (time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK"))
+    except (AttributeError, IndexError, OSError, ValueError):  # other systems: it has hardly waited since then
+        return now - time.process_time()
 
 
 # ------------------------------------------------------------------------------------------------------------- progress
@@ -155,7 +186,9 @@ class Display:
     def __init__(self, first: str, similar: bool = False) -> None:
         self.similar = similar
         self._last_report = 0.0
-        self._verbose = is_verbose()
+        self._clock: PartClock | None = click.get_current_context().meta[_CLOCK_KEY] if is_verbose() else None
+        if self._clock:
+            print_aside(f"starting: {self._clock.end_part()}")
         self._set_step(first, 0, 0)
 
     def _set_step(self, name: str, index: int, count: int) -> None:
@@ -231,8 +264,8 @@ class Display:
         return f"{format_duration(remaining)} left"
 
     def _end_step(self) -> None:
-        if self._verbose:
-            self._print(f"{self.describe()}: {time.monotonic() - self._step_began:.2f} s")
+        if self._clock:
+            self._print(f"{self.describe()}: {self._clock.end_part()}")
 
     def _show(self) -> None:
         """Show what changed."""

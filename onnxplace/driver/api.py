@@ -58,7 +58,8 @@ def compile(model: str | Path | ModelProto | Any, settings: CompileSettings) -> 
     - `link_weights`: leave the weights in the model's own files; `output` must be in their folder or above it; `force`:
       replace the bundle at `output`.
     - `custom_op_libraries`: shared libraries with operators that ONNX Runtime does not have.
-    - `observer`: called before each pass with its name, its position from 0 and the number of passes.
+    - `observer`: called before each pass with its name, its position from 0 and the number of passes; also before
+      the steps around them, each of which is one of one.
 
     Raises OnnxplaceError, and leaves no files then.
 

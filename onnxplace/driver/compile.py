@@ -20,7 +20,6 @@ from onnxplace.driver.choose import (
     make_latency_objective,
     make_throughput_objective,
 )
-from onnxplace.driver.plan_sets import join_sizes
 from onnxplace.driver.settings import CompileSettings, choose_output, choose_pipeline, choose_streaming, choose_target
 from onnxplace.driver.sources import ModelSource, SizedModel, bind_source, open_source, require_one_size
 from onnxplace.driver.step_parts import suggest_fixed_sizes
@@ -83,6 +82,8 @@ def _compile_source(source: ModelSource, steps: Pipeline, target: Target, settin
         source, model, shape=settings.shape, inputs=settings.inputs, state=settings.state, llm=settings.llm
     )
     loaded = sized[0].model
+    begin_step = settings.observer or (lambda *_: None)
+    begin_step("checking operators and paths", 0, 1)
     require_one_size(sized, target.hosts, "several hosts run one plan")
     if settings.objective == "worst-ratio" and len(sized) == 1:
         raise UsageError("U042", "worst-ratio compares several sizes", where="--objective", hint="repeat --shape")
@@ -102,6 +103,7 @@ def _compile_source(source: ModelSource, steps: Pipeline, target: Target, settin
         except ModelError:
             require_unchanged(loaded)  # ONNX Runtime may have read weights while another program wrote them
             raise
+        begin_step("putting the bundle in place", 0, 1)
         staging.place(compiled.bundle.path)
     bundle = Bundle(path, compiled.bundle.manifest)
     return replace(compiled, bundle=bundle, diagnostics=(*swept, *compiled.diagnostics))
@@ -113,6 +115,8 @@ def _compile_sizes(
     """Write the bundle that the user wants, for one size or for several."""
     if len(sized) == 1:
         return _run_pipeline(steps, states[0], staging, settings)
+    from onnxplace.driver.plan_sets import join_sizes
+
     compiled, is_worst_ratio = [], settings.objective == "worst-ratio"
     each = replace(settings, objective="latency") if is_worst_ratio else settings
     for number, state in enumerate(states):

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -26,8 +26,6 @@ from onnxplace.pipeline.select_placer import (
 )
 from onnxplace.pipeline.text_form import PassSpec
 from onnxplace.problem import bound_step_seconds, find_excess
-from onnxplace.reports.page_data import PlacedGraph, describe_placement
-from onnxplace.reports.page_rendering import embed_page
 from onnxplace.state import State
 from onnxplace.target.limits import require_device_limit
 from onnxplace.target.target import LinkModel, Target
@@ -35,6 +33,9 @@ from onnxplace.utils.files import read_json
 from onnxplace.utils.jit import budget_clock
 from onnxplace.utils.keywords import takes_fields_of
 from onnxplace.utils.quantities import format_bytes, format_first, format_milliseconds, format_object
+
+if TYPE_CHECKING:
+    from onnxplace.reports.page_data import PlacedGraph
 
 Grouping = Literal["none", "given", "coplace", "given+coplace"]
 Adjustment = Literal["compute", "memory", "majority"]
@@ -88,10 +89,15 @@ class PlacementResult:
         )
 
     def _repr_html_(self) -> str | None:
+        from onnxplace.reports.page_data import describe_placement
+        from onnxplace.reports.page_rendering import embed_page
+
         return embed_page([describe_placement(self.describe())])
 
     def describe(self, options: Mapping[str, str] | None = None) -> PlacedGraph:
         """Return what a report shows, with the options that the user gave."""
+        from onnxplace.reports.page_data import PlacedGraph
+
         return PlacedGraph(
             graph=self.graph,
             placer=self.placer,

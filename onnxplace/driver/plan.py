@@ -44,7 +44,7 @@ from onnxplace.driver.step_parts import StepPart, list_step_parts, suggest_fixed
 from onnxplace.errors import Diagnostic, InfeasibleError
 from onnxplace.facts import Prediction, Profile, Schedule, Segments, Shards, Source
 from onnxplace.feeds.feeds import Array
-from onnxplace.measure.trial import report_core_shortage
+from onnxplace.measure.host_nodes import report_core_shortage
 from onnxplace.model.loading import load
 from onnxplace.model.model import Model
 from onnxplace.model.state_binding import StateRequest

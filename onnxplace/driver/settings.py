@@ -17,7 +17,6 @@ from onnxplace.model.state_binding import StateRequest
 from onnxplace.pipeline.pipeline import Observer, Pipeline, make_pass
 from onnxplace.pipeline.select_placer import BAECHI, OBJECTIVES, ObjectiveName, choose_placer
 from onnxplace.state import Pass
-from onnxplace.target.machines import parse_machine
 from onnxplace.target.parsing import parse_bytes, parse_memory
 from onnxplace.target.target import Target
 from onnxplace.target.target_file import read_target
@@ -298,6 +297,8 @@ def choose_target(
     require_one_target(devices, target, machine, providers)
     names = [name.strip() for name in providers.split(",")] if isinstance(providers, str) else list(providers)
     if machine is not None:
+        from onnxplace.target.machines import parse_machine
+
         target = parse_machine(machine).to_target()
     elif isinstance(target, (str, Path)):
         target = read_target(target)

@@ -72,11 +72,11 @@ def suggest_fixed_sizes(kept: Candidate) -> list[Diagnostic]:
     The layouts are only chosen where that is possible: nodes are launched and segments called as often as before.
     """
     profiled, model, now = kept.profiled, kept.profiled.state[Model], kept.step_seconds
+    profile, is_fixed = profiled.state[Profile], any(getattr(step, "fixed_sizes", False) for step in profiled.front)
+    if is_fixed or not model.dimensions or profile.training or len(profile.graph) > MAX_HINTED_NODES:
+        return []
     fixed = sum(part.seconds for part in list_step_parts(kept) if part.kind in ("launches", "calls"))
-    least, profile = fixed + (now - fixed) / len(kept.state.target.devices), profiled.state[Profile]
-    is_fixed = not model.dimensions or any(getattr(step, "fixed_sizes", False) for step in profiled.front)
-    may_gain = least < (1 - MIN_GAIN) * now and len(profile.graph) <= MAX_HINTED_NODES
-    if is_fixed or profile.training or not may_gain:
+    if fixed + (now - fixed) / len(kept.state.target.devices) >= (1 - MIN_GAIN) * now:
         return []
     try:
         passes = (create_pass("shard", fixed=True), *profiled.replace_placer(create_pass("auto", seconds=0.5)))

@@ -1,15 +1,15 @@
-"""Nodes of a bundle's segments that its devices leave to the host."""
+"""What a bundle's devices leave to the host or lack on this machine: nodes that they do not take, and cores."""
 
 from __future__ import annotations
 
 from onnxplace.bundle.bundle import Bundle
-from onnxplace.bundle.manifest import SegmentRecord
+from onnxplace.bundle.manifest import Manifest, SegmentRecord
 from onnxplace.errors import Diagnostic, OnnxplaceError, format_count
-from onnxplace.machine.hardware import find_device_problem
+from onnxplace.machine.hardware import available_cores, find_device_problem
 from onnxplace.machine.isolated_sessions import list_taken_nodes, open_session
 from onnxplace.machine.ort_sessions import make_session_options
 from onnxplace.target.kind_table import find_kind
-from onnxplace.target.target import Device
+from onnxplace.target.target import Device, Target, count_cores_by_processor
 
 
 def report_host_nodes(bundle: Bundle) -> list[Diagnostic]:
@@ -55,3 +55,20 @@ def _list_nodes(bundle: Bundle, file: str) -> dict[str, str]:
 
     nodes = onnx.load(bundle.file(file), load_external_data=False).graph.node
     return {node.name: f"{node.op_type} {node.name!r}" for node in nodes}
+
+
+def find_core_shortage(manifest: Manifest) -> Diagnostic | None:
+    """Return a note if a bundle's CPU devices have more cores than this machine, or None."""
+    return report_core_shortage(manifest.target.target(), manifest.model)
+
+
+def report_core_shortage(target: Target, model: str) -> Diagnostic | None:
+    """Return a note if the devices of a target on processor cores have more cores than this machine, or None.
+
+    Devices of several hosts do not run here.
+    """
+    needed, available = sum(count_cores_by_processor(target.devices).values()), len(available_cores())
+    if target.hosts or needed <= available:
+        return None
+    message = f"its CPU devices have {needed} cores, this machine {available}: they compete for cores"
+    return Diagnostic("F008", message, where=model)

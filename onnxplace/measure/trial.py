@@ -48,12 +48,12 @@ from onnxplace.machine.repeated_runs import (
 )
 from onnxplace.measure.cached_trials import RequestCount, Seconds, Share, measure_once
 from onnxplace.measure.compare import find_bundle_lineages, open_reference, settle
+from onnxplace.measure.host_nodes import find_core_shortage
 from onnxplace.measure.size_comparison import compare_at_another_size
 from onnxplace.measure.step_inputs import RepeatedStep
 from onnxplace.pipeline.registry import create_runtime
 from onnxplace.runtime.interface import Event, Result, Runtime, RuntimeSession
 from onnxplace.runtime.timelines import find_medians
-from onnxplace.target.target import Target, count_cores_by_processor
 from onnxplace.utils.control_groups import find_core_limit
 from onnxplace.utils.differences import relative_error
 from onnxplace.utils.files import write_file
@@ -142,23 +142,6 @@ def count_process_bytes(manifest: Manifest) -> int:
         return RUNTIME_BYTES + host.peak_bytes
     on_host = {device.id for device in manifest.target.devices if device.has_cores}
     return RUNTIME_BYTES + sum(device.peak_bytes for device in manifest.devices if device.id in on_host)
-
-
-def find_core_shortage(manifest: Manifest) -> Diagnostic | None:
-    """Return a note if a bundle's CPU devices have more cores than this machine, or None."""
-    return report_core_shortage(manifest.target.target(), manifest.model)
-
-
-def report_core_shortage(target: Target, model: str) -> Diagnostic | None:
-    """Return a note if the devices of a target on processor cores have more cores than this machine, or None.
-
-    Devices of several hosts do not run here.
-    """
-    needed, available = sum(count_cores_by_processor(target.devices).values()), len(available_cores())
-    if target.hosts or needed <= available:
-        return None
-    message = f"its CPU devices have {needed} cores, this machine {available}: they compete for cores"
-    return Diagnostic("F008", message, where=model)
 
 
 def _find_missing_gpu(manifest: Manifest) -> Diagnostic | None:

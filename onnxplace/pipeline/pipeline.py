@@ -22,7 +22,7 @@ class Timing:
 
     name: str
     seconds: float
-    """Wall-clock time, without the compilation of loops on first use."""
+    """Wall-clock time, without the import of numba and the compilation of loops on first use."""
 
 
 Observer = Callable[[str, int, int], None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,12 +13,14 @@ from onnxplace.bundle.bundle_simulation import build_segment_graph, build_weight
 from onnxplace.bundle.manifest import Manifest
 from onnxplace.errors import format_count
 from onnxplace.graph.op_graph import Floats, Ints, OpGraph
-from onnxplace.reports.page_records import Bound, ChainPart, Crossing
 from onnxplace.simulation.simulator import Simulation, simulate, simulate_stream
 from onnxplace.simulation.weight_streams import WeightStream
 from onnxplace.target.target import Target
 from onnxplace.utils.groups import group_pairs
 from onnxplace.utils.quantities import format_time
+
+if TYPE_CHECKING:  # of reports, which few commands write
+    from onnxplace.reports.page_records import Bound, ChainPart, Crossing
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,8 @@ def _describe_crossing(
     *,
     is_simulated: bool,
 ) -> Crossing:
+    from onnxplace.reports.page_records import Crossing
+
     sent, graph = step.simulation.transfers, step.graph
     source = int(sent.source[transfers[0]])
     readers = graph.readers[value]
@@ -215,6 +220,8 @@ def explain_step(
         request_seconds: The part of a step before its first event and after its last one.
         planned_seconds: The step by the costs of nodes, if `step_seconds` is of a trial.
     """
+    from onnxplace.reports.page_records import Bound, ChainPart
+
     parts = group_pairs(((kind, where), seconds) for kind, where, seconds, _ in _walk_back(step))
     chain = [ChainPart(*place, sum(times), len(times)) for place, times in parts.items()]
     if request_seconds > 0:

@@ -20,10 +20,11 @@ from onnxplace.machine.ort_sessions import use_custom_operators
 from onnxplace.machine.repeated_runs import DOUBTFUL_WAITING_SHARE, Stopwatch, read_run_delays
 from onnxplace.measure.compare import Speedup, Timings, compute_speedup, open_reference, time_in_turns
 from onnxplace.measure.device_usage import DeviceUsage, DeviceUse, LinkUse, ProcessUse, StreamUse, measure_usage
+from onnxplace.measure.host_nodes import find_core_shortage
 from onnxplace.measure.memory_use import Opening, measure_model_opening
 from onnxplace.measure.rate_trial import RequestStream
 from onnxplace.measure.step_inputs import StateCarrier, StepInputs, choose_step_inputs, keeps_state_shapes
-from onnxplace.measure.trial import find_core_shortage, find_trial_doubt, record_trial, report_doubt
+from onnxplace.measure.trial import find_trial_doubt, record_trial, report_doubt
 from onnxplace.pipeline.pipeline import Observer
 from onnxplace.pipeline.registry import create_runtime
 from onnxplace.runtime.chrome_format import chrome_trace, read_segment_nodes

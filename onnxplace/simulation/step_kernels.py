@@ -150,7 +150,7 @@ def run_events(placed, state):
                     finish[first] = start[first] + (0.0 if devices[d].shares > 0 else placed.seconds[first])
             devices[d].touched = 0
         # Find the next event: a node finishes, else one asks for its processors; of several, the one of least index.
-        node, home = -1, -1
+        node, home = -1, np.int64(-1)  # not a literal, for which numba would compile `book_transfer` once more
         for d in range(device_count):
             candidate = devices[d].running
             if candidate >= 0 and (

@@ -2,95 +2,63 @@
 
 To compile takes numba about 10 ms for a line of a loop. So loops whose work is linear in their arguments run in plain
 Python at first: on a graph of some hundred nodes, all of them together take less time than to read machine code from
-disk. They are compiled once they have gone through enough elements to be worth it.
+disk. They are compiled once they have gone through enough elements to be worth it. Numba itself, which takes 0.2 s to
+import, is imported with the first loop that is compiled or read (`numba_loops.py`).
 """
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from functools import cache, cached_property, update_wrapper
+from functools import cache, cached_property, partial, update_wrapper
 from importlib import import_module
 from types import FunctionType
 from typing import Any
 
 import numpy as np
 
-# A separate thread imports numba, so that numba starts on an empty stack. Python keeps frames in chunks of 16 KiB.
-# Where the end of a chunk falls into a loop of `numba.core.typeconv.rules`, each call maps and unmaps a chunk. That
-# happens by chance, below deep imports such as those of commands, and takes up to 0.2 s. An error recurs below.
-with ThreadPoolExecutor(max_workers=1) as _executor:
-    _executor.submit(import_module, "numba")
-
-import numba
-from numba.core.caching import FunctionCache
-from numba.core.event import Event, Listener, register
-from numba.core.options import DefaultOptions
-
-
-def compiled_loop(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile `function` on first use, and cache the machine code on disk where a folder can be written."""
-    return _compile_cached(function, _OPTIONS)
-
-
-def in_place(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a loop that allocates no arrays or lists, but writes to its arguments; this compiles faster."""
-    return _compile_cached(function, _OPTIONS | _WITHOUT_REFERENCE_COUNTS)
-
-
-def linear_loop(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Run `function`, of time linear in its arguments, in plain Python until it is worth compiling."""
-    return _LinearLoop(_compile_cached(function, _OPTIONS), arrays_as_views=False)
-
-
-def linear_in_place(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Like `linear_loop`, for a loop that allocates no arrays or lists."""
-    return _LinearLoop(_compile_cached(function, _OPTIONS | _WITHOUT_REFERENCE_COUNTS), arrays_as_views=True)
-
-
-def _compile_cached(function: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    compiled = _njit(**options)(function)
-    with suppress(RuntimeError):  # neither the package's folder nor the user's cache can be written
-        compiled._cache = _Cache(function)
-    return compiled  # type: ignore[no-any-return]
-
-
-_njit: Any = numba.njit
-# Loops run without the interpreter's lock, and none is called from C.
-_OPTIONS: dict[str, Any] = {"nogil": True, "no_cfunc_wrapper": True}
-# Without reference counts of arrays: numba counts at each use, which is a sixth of the code that it has to compile.
-_WITHOUT_REFERENCE_COUNTS: dict[str, Any] = {"_nrt": False} if hasattr(DefaultOptions, "_nrt") else {}
-# For loops that only other loops call, with which they are cached: without wrappers for Python, and without files of
-# their own, they compile in half the time. They allocate no arrays either.
-compiled_part = _njit(**_OPTIONS, **_WITHOUT_REFERENCE_COUNTS, no_cpython_wrapper=True)
-
-# Elements of arrays that a loop goes through in plain Python, in one process, before it is compiled. They take 0.03 to
-# 0.6 s, no longer than compiling does.
-MAX_INTERPRETED_ELEMENTS = 300_000
+# Elements of arrays that a loop goes through in plain Python, in one process, before it is compiled. They take 0.1 to
+# 2 s, no longer than compiling does.
+MAX_INTERPRETED_ELEMENTS = 1_000_000
 # The same before machine code is read that is on disk, which takes about 10 ms.
 MAX_ELEMENTS_BEFORE_READING = 4_000
+# How many times as many that are while numba is not imported, which takes 0.2 s.
+IMPORT_FACTOR = 20
 
 
-class _LinearLoop:
-    """A loop that runs in plain Python until it is compiled, with equal results; compiled loops may call it, too."""
+class CompiledLoop:
+    """A loop that numba compiles when it is first called, from Python or by another compiled loop."""
 
-    def __init__(self, compiled: Any, arrays_as_views: bool) -> None:
-        update_wrapper(self, compiled.py_func)
-        self.py_func, self._compiled = compiled.py_func, compiled
-        self._arrays_as_views, self._elements, self._is_compiled = arrays_as_views, 0, False
+    def __init__(self, function: Callable[..., Any], allocates: bool, is_part: bool = False) -> None:
+        update_wrapper(self, function)
+        self.py_func: Any = function
+        self._allocates, self._is_part = allocates, is_part
+
+    @cached_property
+    def _compiled(self) -> Any:
+        return _load_numba().make_dispatcher(self.py_func, self._allocates, self._is_part)
 
     @property
     def _numba_type_(self) -> Any:
+        """The type that numba gives this loop where another one calls it."""
         return self._compiled._numba_type_
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._compiled(*arguments)
+
+
+class _LinearLoop(CompiledLoop):
+    """A loop that runs in plain Python until it is compiled, with equal results; compiled loops may call it, too."""
+
+    _elements, _is_compiled = 0, False
 
     def __call__(self, *arguments: Any) -> Any:
         if not self._is_compiled:
             self._elements += sum(map(_count_elements, arguments))
+            factor = 1 if _load_numba.cache_info().currsize else IMPORT_FACTOR
             self._is_compiled = self._elements > MAX_INTERPRETED_ELEMENTS or (
-                self._elements > MAX_ELEMENTS_BEFORE_READING and self._is_on_disk
+                self._elements > factor * MAX_ELEMENTS_BEFORE_READING and _load_numba().is_on_disk(self._compiled)
             )
         if self._is_compiled:
             return self._compiled(*arguments)
@@ -100,11 +68,6 @@ class _LinearLoop:
     def _in_plain_python(self) -> Callable[..., Any]:
         # On first use, because the loops that it calls may be defined behind it.
         return _copy_with_plain_callees(self.py_func)
-
-    @cached_property
-    def _is_on_disk(self) -> bool:
-        kept = self._compiled._cache
-        return isinstance(kept, _Cache) and kept.is_filled()
 
     def _interpret(self, arguments: tuple[Any, ...]) -> Any:
         """Run the loop in plain Python, on objects whose items are read faster than those of arrays."""
@@ -124,7 +87,20 @@ class _LinearLoop:
         if value.dtype.names:
             records.append((value, list(map(_record_type(value.dtype.names), value.tolist()))))
             return records[-1][1]
-        return value.data if self._arrays_as_views else value
+        # Rows of a grid can be taken of arrays alone.
+        return value if self._allocates or value.ndim > 1 else value.data
+
+
+# Decorator: compile a loop on first use, and cache the machine code on disk where a folder can be written.
+compiled_loop = partial(CompiledLoop, allocates=True)
+# The same for a loop that allocates no arrays or lists, but writes to its arguments; this compiles faster.
+in_place = partial(CompiledLoop, allocates=False)
+# Like `in_place`, in half of the time, for a loop that only other loops call, with which it is cached.
+compiled_part = partial(CompiledLoop, allocates=False, is_part=True)
+# Run a loop, of time linear in its arguments, in plain Python until it is worth compiling.
+linear_loop = partial(_LinearLoop, allocates=True)
+# Like `linear_loop`, for a loop that allocates no arrays or lists.
+linear_in_place = partial(_LinearLoop, allocates=False)
 
 
 @cache
@@ -154,81 +130,47 @@ def _copy_with_plain_callees(function: FunctionType) -> FunctionType:
     return FunctionType(function.__code__, names, function.__name__)
 
 
-class _Cache(FunctionCache):
-    """numba's cache, which also sees changes to called loops in other files, and starts again if it is damaged."""
+class _CompilationClock:
+    """Adds up the time of all compilations in any thread, and calls back at the next one; a listener of numba."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__(function)  # type: ignore[no-untyped-call]
-        self._cache_file._source_stamp = tuple(sorted(_source_stamps(function, {}).items()))
+    seconds, _depth, _since = 0.0, 0, 0.0
+    callback: Callable[[], None] | None = None
 
-    def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Return the compiled loop on disk for a signature, or None."""
-        try:
-            return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
-        except Exception:  # noqa: BLE001 - unpickling a file of an earlier version can raise anything
-            with suppress(OSError):
-                self.flush()  # type: ignore[no-untyped-call]
-            return None
-
-    def is_filled(self) -> bool:
-        """Return whether a compiled loop is on disk, for the source as it is now."""
-        with suppress(Exception):
-            return bool(self._cache_file._load_index())  # type: ignore[no-untyped-call]
-        return False
-
-    def save_overload(self, sig: Any, data: Any) -> None:
-        """Write a compiled loop to disk; do without if the disk is full."""
-        with suppress(OSError):
-            super().save_overload(sig, data)  # type: ignore[no-untyped-call]
-
-
-def _source_stamps(function: Any, stamps: dict[str, tuple[float, int]]) -> Mapping[str, tuple[float, int]]:
-    """Return time and size of the source files of `function` and of all compiled loops that its module imports."""
-    path = function.__code__.co_filename
-    if path not in stamps:
-        # numba's own stamp covers the file of the loop alone, though code of other files is compiled into it.
-        status = os.stat(path)
-        stamps[path] = (status.st_mtime, status.st_size)
-        for callee in list(function.__globals__.values()):
-            if isinstance(callee, (numba.core.registry.CPUDispatcher, _LinearLoop)):
-                _source_stamps(callee.py_func, stamps)
-    return stamps
-
-
-class _CompilationListener(Listener):
-    """Adds up the time of all compilations in any thread, and calls back at the next one."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self.callback: Callable[[], None] | None = None
-        self._depth = 0
-        self._since = 0.0
-
-    def on_start(self, event: Event) -> None:
-        """Start the clock, unless this loop is compiled for another one."""
-        if self._depth == 0:
+    def notify(self, event: Any) -> None:
+        """Start the clock when a loop is compiled, unless that is for another one, and stop it at the end of that."""
+        self._depth += 1 if event.is_start else -1
+        if event.is_start and self._depth == 1:
             self._since = time.perf_counter()
-        self._depth += 1
-        callback, self.callback = self.callback, None
-        if callback is not None:
-            callback()
-
-    def on_end(self, event: Event) -> None:
-        """Stop the clock at the end of the outermost compilation."""
-        self._depth -= 1
-        if self._depth == 0:
+            callback, self.callback = self.callback, None
+            if callback is not None:
+                callback()
+        elif self._depth == 0:
             self.seconds += time.perf_counter() - self._since
 
 
-_compiling = _CompilationListener()
-register("numba:compile", _compiling)  # type: ignore[no-untyped-call]
+compilation_clock = _CompilationClock()
+
+
+@cache
+def _load_numba() -> Any:
+    """Import what compiles loops.
+
+    A separate thread imports numba, so that numba starts on an empty stack. Python keeps frames in chunks of 16 KiB.
+    Where the end of a chunk falls into a loop of `numba.core.typeconv.rules`, each call maps and unmaps a chunk. That
+    happens by chance, below deep imports such as those of commands, and takes up to 0.2 s.
+    """
+    began = time.perf_counter()
+    with ThreadPoolExecutor(max_workers=1) as executor:
+        numba_loops = executor.submit(import_module, "onnxplace.utils.numba_loops").result()
+    compilation_clock.seconds += time.perf_counter() - began
+    return numba_loops
 
 
 def budget_clock() -> float:
     """Return seconds of a clock that stops while loops are compiled, for budgets and times of passes."""
-    return time.perf_counter() - _compiling.seconds
+    return time.perf_counter() - compilation_clock.seconds
 
 
 def on_compiling(callback: Callable[[], None]) -> None:
     """Call `callback` once, at the next compilation; loops that are read from disk do not count."""
-    _compiling.callback = callback
+    compilation_clock.callback = callback

@@ -10,13 +10,13 @@ other forever has an infinite step, so it is never kept.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from onnxplace.graph.op_graph import Bools, Floats, Ints, Longs
 from onnxplace.simulation.channel_kernels import book_transfer, open_channels
-from onnxplace.utils.jit import compiled_loop, compiled_part
+from onnxplace.utils.jit import linear_in_place
 
 
 class SegmentQueues(NamedTuple):
@@ -46,7 +46,7 @@ class SegmentQueues(NamedTuple):
     """Index into LINK_MODELS."""
 
 
-@compiled_part
+@linear_in_place
 def _run(work, joined, records, gaps, arrival, sequence):
     """Run blocks of segments in simulated time; return the length of the step, infinity where devices wait forever.
 
@@ -108,8 +108,7 @@ def _run(work, joined, records, gaps, arrival, sequence):
     return makespan if done == len(work.queue) else np.inf
 
 
-@compiled_loop
-def merge_neighbours(work, attempts, records, gaps):
+def merge_neighbours(work: SegmentQueues, attempts: Ints, records: Any, gaps: Any) -> tuple[Bools, Longs]:
     """Return which segments are joined to the one before them on their device, and an order in which blocks can run.
 
     Each row of `attempts`, segments that are not the first of their device, joins them to the ones before them, and

@@ -4,6 +4,7 @@ import io
 import json
 import re
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -109,11 +110,60 @@ def test_quiet_says_nothing_but_errors(run_cli, model_file, monkeypatch):
 
 def test_verbose_prints_each_step_with_its_time(run_cli, model_file):
     result = run_cli("compile", model_file, *FAST, "-v", "--json")
-    lines = re.findall(r"^(\[\d/\d\] [\w-]+|reading the model): \d+\.\d\d s$", result.err, re.MULTILINE)
-    assert lines == ["reading the model", *(f"[{n}/6] {name}" for n, name in enumerate(
-        ("optimize", "profile", "coplace", "m-etf", "split", "emit"), 1))]  # fmt: skip
+    passes = ("optimize", "profile", "coplace", "m-etf", "split", "emit")
+    assert list(read_parts(result.err)) == [
+        "starting", "reading the model", "checking operators and paths",
+        *(f"[{n}/6] {name}" for n, name in enumerate(passes, 1)),
+        "putting the bundle in place", "ending",
+    ]  # fmt: skip
     assert re.search(r"^compile: \d+\.\d\d s in all$", result.err, re.MULTILINE)
     json.loads(result.out)
+
+
+def read_parts(text: str) -> dict[str, float]:
+    """Return the seconds of each part that `--verbose` prints."""
+    return {name: float(seconds) for name, seconds in re.findall(r"^([^:\n]+): (\d+\.\d\d) s$", text, re.MULTILINE)}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("compile", "model.onnx", *FAST, "-o", "out"),
+        ("compile", "model.onnx", "--devices", "cpu:0,cpu:1"),
+        ("place", *PLACE),
+        ("plan", "model.onnx", "--devices", "cpu:0,cpu:1", "--effort", "low"),
+    ],
+    ids=lambda command: " ".join(command[:1]),
+)
+def test_the_parts_of_a_command_add_up_to_its_whole_time(run_cli, model_file, graph_file, command):
+    names = {"model.onnx": str(model_file)}
+    error = run_cli(*(names.get(item, item) for item in command), "-v").err
+    whole = re.search(rf"^{command[0]}: (\d+\.\d\d) s in all$", error, re.MULTILINE)
+    assert whole, error
+    assert sum(read_parts(error).values()) == pytest.approx(float(whole[1]), abs=1e-6)
+
+
+def test_the_time_of_a_process_counts_from_its_start():
+    """A process that waits before it imports anything has waited as a part of its command."""
+    script = (
+        "import runpy, sys, time; time.sleep(0.5); sys.argv = ['onnxplace', 'explain', 'P010', '-v'];"
+        "runpy.run_module('onnxplace', run_name='__main__')"
+    )
+    process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    whole = re.fullmatch(r"explain: (\d+\.\d\d) s in all\n", process.stderr)
+    assert whole, process.stderr
+    assert float(whole[1]) >= 0.5 or sys.platform != "linux"
+
+
+@pytest.mark.parametrize("times", [(0.004,) * 9, (1.005, 0.001, 2.0049), (0.0, 0.019, 0.019)])
+def test_rounded_parts_add_up_to_the_rounded_whole(clock, times):
+    parts = terminal.PartClock(clock.now)
+    seconds = []
+    for step in times:
+        clock.now += step
+        seconds.append(float(parts.end_part().removesuffix(" s")))
+    assert sum(seconds) == pytest.approx(parts.seconds, abs=1e-9)
+    assert parts.seconds == pytest.approx(sum(times), abs=0.005 + 1e-9)
 
 
 def test_quiet_and_verbose_exclude_each_other(run_cli):

@@ -96,17 +96,16 @@ def test_passes_run_in_order_and_hand_their_facts_on():
 
 def test_the_time_of_a_pass_excludes_the_compilation_of_loops(monkeypatch):
     now = [100.0]
-    event = SimpleNamespace(data={"dispatcher": SimpleNamespace(py_func=len)})
 
     def compile_and_work(state: State) -> State:
-        jit._compiling.on_start(event)
+        jit.compilation_clock.notify(SimpleNamespace(is_start=True))
         now[0] += 17
-        jit._compiling.on_end(event)
+        jit.compilation_clock.notify(SimpleNamespace(is_start=False))
         now[0] += 2
         return state
 
     monkeypatch.setattr(jit, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-    monkeypatch.setattr(jit._compiling, "seconds", jit._compiling.seconds)
+    monkeypatch.setattr(jit.compilation_clock, "seconds", jit.compilation_clock.seconds)
     assert [timing.seconds for timing in Pipeline((dummy(compile_and_work),)).run(EMPTY)[1]] == [pytest.approx(2)]
 
 

@@ -76,7 +76,7 @@ def test_a_loop_is_compiled_again_only_when_a_loop_that_it_calls_has_changed(fol
 
 def test_an_unreadable_cache_file_is_replaced(folder):
     assert compilations(folder) == (2, True)
-    remaining = list(Path(fresh(folder).run.stats.cache_path).glob("kept_caller.run*.nbi"))
+    remaining = list(Path(fresh(folder).run._compiled.stats.cache_path).glob("kept_caller.run*.nbi"))
     assert len(remaining) == 1
     begin = remaining[0].read_bytes()
     remaining[0].write_bytes(begin[: len(begin) // 2])
@@ -115,7 +115,8 @@ sys.meta_path.insert(0, Depth())
 def descend(depth):
     if depth:
         return descend(depth - 1)
-    import onnxplace.utils.jit
+    from onnxplace.utils import jit
+    jit.compiled_loop(descend)._compiled
 descend(500)
 """
     process = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
@@ -164,7 +165,7 @@ def test_a_linear_loop_whose_machine_code_is_on_disk_is_read_sooner(monkeypatch,
     (folder / "kept_caller.py").write_text(CALLER.replace("compiled_loop", "linear_loop").replace("(x)\n", "(x[0])\n"))
     items = np.ones(4, dtype=np.int64)
     monkeypatch.setattr(jit, "MAX_ELEMENTS_BEFORE_READING", 3)
-    assert fresh(folder).run._is_on_disk is False
+    assert jit._load_numba().is_on_disk(fresh(folder).run._compiled) is False
     monkeypatch.setattr(jit, "MAX_INTERPRETED_ELEMENTS", 3)
     fresh(folder).run(items)
     monkeypatch.setattr(jit, "MAX_INTERPRETED_ELEMENTS", 1 << 40)

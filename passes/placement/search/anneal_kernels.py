@@ -150,7 +150,7 @@ def _grow_region(atoms, state, seed, largest):
     # Draw what kind of region: sizes are log-uniform, so that most are small and some hold a third of the graph.
     origin = _device_of_atom(state.device, atoms.members, atoms.member_starts, seed)
     max_size = np.int64(np.exp(random_uniform(state.rng) * np.log(largest)))
-    direction = _random_below(state.rng, 3)
+    direction = _random_below(state.rng, np.int64(3))
     loyal = random_uniform(state.rng) < LOYAL_SHARE
     # Marks are numbers of proposals, so that nothing has to be cleared between them.
     mark = state.counts[PROPOSALS]

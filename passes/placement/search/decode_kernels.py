@@ -18,7 +18,7 @@ from onnxplace.graph.graph_kernels import heap_pop, heap_push
 from onnxplace.graph.op_graph import Bools, Floats, Ints, Longs, OpGraph
 from onnxplace.simulation.channel_kernels import GAP, book_transfer, open_channels
 from onnxplace.target.target import LINK_MODELS, Target
-from onnxplace.utils.jit import compiled_part, in_place
+from onnxplace.utils.jit import compiled_part, linear_in_place
 
 # What delayed the start of a node: nothing, the node ahead of it on its device or on a processor of it, an input from
 # the same device, or an input from another one.
@@ -190,7 +190,7 @@ def bottom_levels(wiring, device, bottom):
 # that may start now, by urgency, and those whose last input is still on its way, by its arrival. A node enters each
 # heap at most once, and every event starts, wakes or ends one, so a simulation takes O(N (D + log N) + E). Devices are
 # few: to look at all of them is cheaper than a heap of events.
-@in_place
+@linear_in_place
 def decode(wiring, device, bias, level_weight, limit, scratch):
     """Simulate a placement; return its makespan and the seconds of all transfers, and fill `scratch`.
 
@@ -276,7 +276,7 @@ def decode(wiring, device, bias, level_weight, limit, scratch):
             continue
         # Finish the node of lowest index that ends now, and send its values. Others follow after its device went on.
         # Once none ends now, the node of lowest index that asks gets its processors.
-        home = -1
+        home = np.int64(-1)  # not a literal, for which numba would compile the callees once more
         for d in range(devices):
             record = scratch.devices[d]
             if record.ends == now and (
