@@ -119,13 +119,19 @@ def _sum_of_largest(entries: Floats, start: Integers) -> float:
 
 def reduce_network(network: FactorNetwork) -> ReducedNetwork:
     """Contract edges that tie two variables one to one, and merge parallel edges, until nothing changes."""
-    whole = ReducedNetwork(
-        network=network,
-        group=np.arange(len(network.sizes)),
-        value_start=network.start,
-        values=_count_up(network.sizes),
-        is_possible=True,
+    return reduce_further(
+        ReducedNetwork(
+            network=network,
+            group=np.arange(len(network.sizes)),
+            value_start=network.start,
+            values=_count_up(network.sizes),
+            is_possible=True,
+        )
     )
+
+
+def reduce_further(whole: ReducedNetwork) -> ReducedNetwork:
+    """Reduce a network again, of which some values are now forbidden."""
     while True:
         reduced = _contract(whole)
         if not reduced.is_possible or len(reduced.network.table) == len(whole.network.table):
@@ -315,3 +321,18 @@ def collect_memory(reduced: ReducedNetwork, holdings: Sequence[Holding], limit: 
         spans=records,
         usage=np.concatenate(tables),
     )
+
+
+def forbid_oversized(network: FactorNetwork, memory: MemoryOverTime) -> bool:
+    """Forbid values that hold more than is free at some point, whatever the others hold; return whether there are any.
+
+    At a price per byte, a part of such a value would still be worth having: without them, bounds are higher.
+    """
+    variables = np.repeat(np.arange(len(network.sizes)), np.diff(memory.first_span))
+    sizes = network.sizes[variables]
+    ends = np.stack([memory.spans["begin"], memory.spans["end"]], axis=1).ravel()
+    free = np.minimum.reduceat(np.append(memory.free_bytes, math.inf), ends)[::2]
+    entries = np.repeat(network.start[variables], sizes) + _count_up(sizes)
+    oversized = entries[memory.usage > np.repeat(free, sizes)]
+    network.costs[oversized] = network.large
+    return len(oversized) > 0

@@ -36,6 +36,8 @@ from onnxplace.passes.sharding.choose.factor_network import (
     build_network,
     collect_memory,
     connect,
+    forbid_oversized,
+    reduce_further,
     reduce_network,
 )
 from onnxplace.passes.sharding.choose.factor_search_kernels import CHANGE, CURSOR, anneal, repair, start_state
@@ -116,9 +118,13 @@ def solve(problem: FactorProblem, *, seconds: float, seed: int = 0, max_entries:
         if peak_bytes(problem, exact.values) <= problem.limit:
             return FactorSolution(list(exact.values), exact.cost, bound, fits=True)
     reduced = reduce_network(build_network(problem.sizes, problem.factors))
-    if not reduced.is_possible:
+    while reduced.is_possible:
+        memory = collect_memory(reduced, problem.holdings, problem.limit)
+        if not forbid_oversized(reduced.network, memory):
+            break
+        reduced = reduce_further(reduced)
+    else:
         return FactorSolution([0] * len(problem.sizes), math.inf, math.inf, fits=False)
-    memory = collect_memory(reduced, problem.holdings, problem.limit)
     search = _Search(reduced.network, memory, seed)
     # What has been done so far has no share in the phases.
     deadline = _Clock(time.monotonic(), seconds - (time.monotonic() - begin))
