@@ -209,7 +209,9 @@ def test_fed_states_win_over_those_that_move(session):
 
 
 def test_states_move_when_staying_has_cost_as_much_as_a_move(tmp_path, monkeypatch):
-    monkeypatch.setattr(SizeSteps, "add", lambda *_: None)  # steps stay those of the bundle, however busy the machine is
+    monkeypatch.setattr(
+        SizeSteps, "add", lambda *_: None
+    )  # steps stay those of the bundle, however busy the machine is
     bundle = join_totals(tmp_path, factor=2.0)
     with onnxplace.InferenceSession(bundle, warmup=True) as session:
         reference = begin(session)

@@ -110,33 +110,45 @@ def build_network(sizes: Sequence[int], factors: Sequence[Factor]) -> FactorNetw
 
 
 def _sum_of_largest(entries: Floats, start: Integers) -> float:
-    if len(start) < 2:
-        return 0.0
     finite = np.abs(np.where(np.isfinite(entries), entries, 0.0))
     is_filled = np.diff(start) > 0
     return float(np.maximum.reduceat(finite, start[:-1][is_filled]).sum()) if is_filled.any() else 0.0
 
 
-def reduce_network(network: FactorNetwork) -> ReducedNetwork:
-    """Contract edges that tie two variables one to one, and merge parallel edges, until nothing changes."""
-    return reduce_further(
-        ReducedNetwork(
-            network=network,
-            group=np.arange(len(network.sizes)),
-            value_start=network.start,
-            values=_count_up(network.sizes),
-            is_possible=True,
-        )
+def reduce_network(
+    network: FactorNetwork, holdings: Sequence[Holding] = (), limit: float = math.inf
+) -> tuple[ReducedNetwork, MemoryOverTime]:
+    """Contract edges that tie two variables one to one, and merge parallel edges, until nothing changes.
+
+    Values that hold more than the limit leaves free, whatever the others hold, are dropped: at a price per byte, a part
+    of such a value would still be worth having, and bounds would be lower.
+    """
+    whole = ReducedNetwork(
+        network=network,
+        group=np.arange(len(network.sizes)),
+        value_start=network.start,
+        values=_count_up(network.sizes),
+        is_possible=True,
     )
-
-
-def reduce_further(whole: ReducedNetwork) -> ReducedNetwork:
-    """Reduce a network again, of which some values are now forbidden."""
     while True:
         reduced = _contract(whole)
         if not reduced.is_possible or len(reduced.network.table) == len(whole.network.table):
-            return reduced
+            memory = collect_memory(reduced, holdings if reduced.is_possible else (), limit)
+            if not _forbid_oversized(reduced.network, memory):
+                return reduced, memory
         whole = reduced
+
+
+def _forbid_oversized(network: FactorNetwork, memory: MemoryOverTime) -> bool:
+    """Forbid values that hold more than is free at some point of their spans; return whether there are any."""
+    variables = np.repeat(np.arange(len(network.sizes)), np.diff(memory.first_span))
+    ends = np.stack([memory.spans["begin"], memory.spans["end"]], axis=1).ravel()
+    free = np.minimum.reduceat(np.append(memory.free_bytes, math.inf), ends)[::2]
+    sizes = network.sizes[variables]
+    entries = np.repeat(network.start[variables], sizes) + _count_up(sizes)
+    oversized = entries[memory.usage > np.repeat(free, sizes)]
+    network.costs[oversized] = network.large
+    return len(oversized) > 0
 
 
 def _contract(whole: ReducedNetwork) -> ReducedNetwork:
@@ -321,18 +333,3 @@ def collect_memory(reduced: ReducedNetwork, holdings: Sequence[Holding], limit: 
         spans=records,
         usage=np.concatenate(tables),
     )
-
-
-def forbid_oversized(network: FactorNetwork, memory: MemoryOverTime) -> bool:
-    """Forbid values that hold more than is free at some point, whatever the others hold; return whether there are any.
-
-    At a price per byte, a part of such a value would still be worth having: without them, bounds are higher.
-    """
-    variables = np.repeat(np.arange(len(network.sizes)), np.diff(memory.first_span))
-    sizes = network.sizes[variables]
-    ends = np.stack([memory.spans["begin"], memory.spans["end"]], axis=1).ravel()
-    free = np.minimum.reduceat(np.append(memory.free_bytes, math.inf), ends)[::2]
-    entries = np.repeat(network.start[variables], sizes) + _count_up(sizes)
-    oversized = entries[memory.usage > np.repeat(free, sizes)]
-    network.costs[oversized] = network.large
-    return len(oversized) > 0
