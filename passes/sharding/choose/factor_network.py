@@ -111,8 +111,7 @@ def build_network(sizes: Sequence[int], factors: Sequence[Factor]) -> FactorNetw
 
 def _sum_of_largest(entries: Floats, start: Integers) -> float:
     finite = np.abs(np.where(np.isfinite(entries), entries, 0.0))
-    is_filled = np.diff(start) > 0
-    return float(np.maximum.reduceat(finite, start[:-1][is_filled]).sum()) if is_filled.any() else 0.0
+    return float(np.maximum.reduceat(finite, start[:-1][np.diff(start) > 0]).sum())
 
 
 def reduce_network(

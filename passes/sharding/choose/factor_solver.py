@@ -108,19 +108,15 @@ def solve(problem: FactorProblem, *, seconds: float, seed: int = 0, max_entries:
     """
     begin = time.monotonic()
     exact = eliminate_exactly(problem.sizes, problem.factors, max_entries)
-    bound = -math.inf
-    if exact is not None:
-        bound = exact.cost
-        if peak_bytes(problem, exact.values) <= problem.limit:
-            return FactorSolution(list(exact.values), exact.cost, bound, fits=True)
+    bound = -math.inf if exact is None else exact.cost
+    if exact is not None and peak_bytes(problem, exact.values) <= problem.limit:
+        return FactorSolution(list(exact.values), exact.cost, bound, fits=True)
     reduced, memory = reduce_network(build_network(problem.sizes, problem.factors), problem.holdings, problem.limit)
-    if not reduced.is_possible:
+    if not reduced.is_possible or memory.free_bytes.min(initial=0.0) < 0:
         return FactorSolution([0] * len(problem.sizes), math.inf, math.inf, fits=False)
     search = _Search(reduced.network, memory, seed)
     # What has been done so far has no share in the phases.
     clock = _make_clock(time.monotonic(), seconds - (time.monotonic() - begin))
-    if exact is not None and memory.free_bytes.min(initial=0.0) < 0:
-        return FactorSolution(list(exact.values), exact.cost, math.inf, fits=False)
     search.raise_prices(clock, _PRICE_SHARE)
     if search.best_cost < math.inf and not search.is_proven(bound):
         search.anneal(clock, _ANNEAL_SHARE)

@@ -92,8 +92,11 @@ def test_what_one_variable_holds_in_any_case_can_forbid_a_value_of_another_one()
     problem = FactorProblem(
         sizes=[2, 3],
         factors=[Factor((0,), np.array([0.0, 0.0])), Factor((1,), np.array([9.0, 3.0, 0.0]))],
-        holdings=hold([np.array([4.0, 1.0]), np.array([1.0, 4.0, 5.0])], [(0, 2), (1, 3)])
-        + [Holding(0, 4, 5, np.array([0.0, 9.0]))],
+        holdings=[
+            Holding(0, 0, 2, np.array([4.0, 1.0])),
+            Holding(0, 4, 5, np.array([0.0, 9.0])),
+            Holding(1, 1, 3, np.array([1.0, 4.0, 5.0])),
+        ],
         limit=8,
     )
     network = build_network(problem.sizes, problem.factors)
