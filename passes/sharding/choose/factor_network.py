@@ -110,18 +110,15 @@ def build_network(sizes: Sequence[int], factors: Sequence[Factor]) -> FactorNetw
 
 
 def _sum_of_largest(entries: Floats, start: Integers) -> float:
+    if len(start) < 2:
+        return 0.0
     finite = np.abs(np.where(np.isfinite(entries), entries, 0.0))
-    return float(np.maximum.reduceat(finite, start[:-1][np.diff(start) > 0]).sum())
+    is_filled = np.diff(start) > 0
+    return float(np.maximum.reduceat(finite, start[:-1][is_filled]).sum()) if is_filled.any() else 0.0
 
 
-def reduce_network(
-    network: FactorNetwork, holdings: Sequence[Holding] = (), limit: float = math.inf
-) -> tuple[ReducedNetwork, MemoryOverTime]:
-    """Contract edges that tie two variables one to one, and merge parallel edges, until nothing changes.
-
-    Values that hold more than the limit leaves free, whatever the others hold, are dropped: at a price per byte, a part
-    of such a value would still be worth having, and bounds would be lower.
-    """
+def reduce_network(network: FactorNetwork) -> ReducedNetwork:
+    """Contract edges that tie two variables one to one, and merge parallel edges, until nothing changes."""
     whole = ReducedNetwork(
         network=network,
         group=np.arange(len(network.sizes)),
@@ -132,22 +129,8 @@ def reduce_network(
     while True:
         reduced = _contract(whole)
         if not reduced.is_possible or len(reduced.network.table) == len(whole.network.table):
-            memory = collect_memory(reduced, holdings if reduced.is_possible else (), limit)
-            if not _forbid_oversized(reduced.network, memory):
-                return reduced, memory
+            return reduced
         whole = reduced
-
-
-def _forbid_oversized(network: FactorNetwork, memory: MemoryOverTime) -> bool:
-    """Forbid values that hold more than is free at some point of their spans; return whether there are any."""
-    variables = np.repeat(np.arange(len(network.sizes)), np.diff(memory.first_span))
-    ends = np.stack([memory.spans["begin"], memory.spans["end"]], axis=1).ravel()
-    free = np.minimum.reduceat(np.append(memory.free_bytes, math.inf), ends)[::2]
-    sizes = network.sizes[variables]
-    entries = np.repeat(network.start[variables], sizes) + _count_up(sizes)
-    oversized = entries[memory.usage > np.repeat(free, sizes)]
-    network.costs[oversized] = network.large
-    return len(oversized) > 0
 
 
 def _contract(whole: ReducedNetwork) -> ReducedNetwork:

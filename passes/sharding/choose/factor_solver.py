@@ -1,8 +1,8 @@
 """Choose values of discrete variables: least sum of cost tables, within memory that variables hold for intervals.
 
 1. What elimination solves exactly, and what then fits, needs nothing else.
-2. Variables whose choices correspond one to one become one, and choices that hold more than the limit leaves free are
-   dropped (`factor_network`): graphs of compilers with tens of thousands of nodes shrink to hundreds of variables.
+2. Variables whose choices correspond one to one become one (`factor_network`): graphs of compilers with tens of
+   thousands of nodes shrink to hundreds of variables.
 3. A limit of memory couples all variables that are alive at the same time. So each point of time gets a price per byte
    (Lagrangian relaxation), which rises where the limit is exceeded. At fixed prices the problem is a sum of tables:
    message passing (TRW-S) gives a lower bound, less the price of the limit, and an assignment. Each one is repaired
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,6 +34,7 @@ from onnxplace.passes.sharding.choose.factor_network import (
     MemoryOverTime,
     ReducedNetwork,
     build_network,
+    collect_memory,
     connect,
     reduce_network,
 )
@@ -72,8 +73,9 @@ class FactorProblem:
     @cached_property
     def spans(self) -> Integers:
         """Return, per holding, its first moment and the first one after it; moments are where some holding begins."""
-        spans = np.array([(item.begin, max(item.begin, item.end)) for item in self.holdings], np.int64).reshape(-1, 2)
-        return np.searchsorted(np.unique(spans[:, 0]), spans)
+        intervals = np.array([(item.begin, max(item.begin, item.end)) for item in self.holdings], np.int64)
+        intervals = intervals.reshape(-1, 2)
+        return np.searchsorted(np.unique(intervals[:, 0]), intervals)
 
     @property
     def moment_count(self) -> int:
@@ -108,20 +110,25 @@ def solve(problem: FactorProblem, *, seconds: float, seed: int = 0, max_entries:
     """
     begin = time.monotonic()
     exact = eliminate_exactly(problem.sizes, problem.factors, max_entries)
-    bound = -math.inf if exact is None else exact.cost
-    if exact is not None and peak_bytes(problem, exact.values) <= problem.limit:
-        return FactorSolution(list(exact.values), exact.cost, bound, fits=True)
-    reduced, memory = reduce_network(build_network(problem.sizes, problem.factors), problem.holdings, problem.limit)
-    if not reduced.is_possible or memory.free_bytes.min(initial=0.0) < 0:
+    bound = -math.inf
+    if exact is not None:
+        bound = exact.cost
+        if peak_bytes(problem, exact.values) <= problem.limit:
+            return FactorSolution(list(exact.values), exact.cost, bound, fits=True)
+    reduced = reduce_network(build_network(problem.sizes, problem.factors))
+    if not reduced.is_possible:
         return FactorSolution([0] * len(problem.sizes), math.inf, math.inf, fits=False)
+    memory = collect_memory(reduced, problem.holdings, problem.limit)
     search = _Search(reduced.network, memory, seed)
     # What has been done so far has no share in the phases.
-    clock = _make_clock(time.monotonic(), seconds - (time.monotonic() - begin))
-    search.raise_prices(clock, _PRICE_SHARE)
+    deadline = _Clock(time.monotonic(), seconds - (time.monotonic() - begin))
+    if exact is not None and memory.free_bytes.min(initial=0.0) < 0:
+        return FactorSolution(list(exact.values), exact.cost, math.inf, fits=False)
+    search.raise_prices(deadline, _PRICE_SHARE)
     if search.best_cost < math.inf and not search.is_proven(bound):
-        search.anneal(clock, _ANNEAL_SHARE)
+        search.anneal(deadline, _ANNEAL_SHARE)
         # With a good assignment as the aim, prices rise further.
-        search.raise_prices(clock, 1.0)
+        search.raise_prices(deadline, 1.0)
     return _finish(problem, reduced, search, bound)
 
 
@@ -139,9 +146,14 @@ def peak_bytes(problem: FactorProblem, values: Sequence[int]) -> float:
     return float(problem.held_bytes(values).max(initial=0.0))
 
 
-def _make_clock(begin: float, seconds: float) -> Callable[[], float]:
-    """Return a function that returns the share of the time that is over."""
-    return lambda: (time.monotonic() - begin) / max(seconds, 1e-9)
+@dataclass(frozen=True)
+class _Clock:
+    begin: float
+    seconds: float
+
+    def share(self) -> float:
+        """Return the share of the time that is over."""
+        return (time.monotonic() - self.begin) / max(self.seconds, 1e-9)
 
 
 class _Guide(NamedTuple):
@@ -218,7 +230,7 @@ class _Search:
         """Return whether no assignment costs less than the best one, as far as the precision of sums tells."""
         return self.best_cost - max(bound, self.bound) <= _SMALL_GAP * abs(self.best_cost)
 
-    def raise_prices(self, clock: Callable[[], float], share: float) -> None:
+    def raise_prices(self, clock: _Clock, share: float) -> None:
         """Search prices with a high bound by sub-gradients; keep the best assignment that fits."""
         memory, choice = self._memory, np.zeros_like(self.best)
         prices = best_prices = self._prices
@@ -235,7 +247,7 @@ class _Search:
             if number % _REPAIR_EVERY == 0:
                 self._repair(choice)
                 # A search from a poor start seldom recovers, so that some rounds are worth twice their share.
-                is_late = clock() > (share if number >= _MIN_ROUNDS else min(2 * share, 1))
+                is_late = clock.share() > (share if number >= _MIN_ROUNDS else min(2 * share, 1))
                 if is_late or self.is_proven(self.bound):
                     break
             if number % _PATIENCE == 0:
@@ -282,13 +294,13 @@ class _Search:
             self.best_cost = cost
             self.best[:] = state.choice
 
-    def anneal(self, clock: Callable[[], float], share: float) -> None:
+    def anneal(self, clock: _Clock, share: float) -> None:
         """Improve the best assignment by two chains at a time, until this share of time is over or all cycles are."""
         values = int(np.diff(self._graph.start)[self._free].sum())
         with ThreadPoolExecutor(len(_HOTTEST)) as pool:
             for cycle in range(_CYCLES):
                 # Each cycle is twice as long as the one before it.
-                begin, trials = clock(), _TRIALS_PER_VALUE * values << cycle
+                begin, trials = clock.share(), _TRIALS_PER_VALUE * values << cycle
                 end = begin + (share - begin) / (2 ** (_CYCLES - cycle) - 1)
                 chains = [
                     pool.submit(self._cool, state, hottest, trials, clock, end)
@@ -298,17 +310,15 @@ class _Search:
                     cost, best = chain.result()
                     if cost < self.best_cost:
                         self.best_cost, self.best = cost, best
-                if clock() >= share:
+                if clock.share() >= share:
                     break
 
-    def _cool(
-        self, state: _State, hottest: float, trials: int, clock: Callable[[], float], end: float
-    ) -> tuple[float, Integers]:
+    def _cool(self, state: _State, hottest: float, trials: int, clock: _Clock, end: float) -> tuple[float, Integers]:
         """Anneal one chain from the best assignment, and return the best one with its cost."""
-        best, best_cost, begin, done = self.best.copy(), self.best_cost, clock(), 0
+        best, best_cost, begin, done = self.best.copy(), self.best_cost, clock.share(), 0
         state.choice[:] = best
         cost = start_state(self._graph, self._memory, state)
-        while done < trials and (now := clock()) < end:
+        while done < trials and (now := clock.share()) < end:
             progress = max(done / trials, (now - begin) / (end - begin))
             temperature = abs(best_cost) / len(self._free) * hottest * _COOLING**progress
             cost, best_cost = anneal(

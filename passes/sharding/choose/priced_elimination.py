@@ -43,6 +43,10 @@ class _PriceSearch:
         self.best: FactorSolution | None = None
         self.bound = -math.inf
 
+    def excess(self, values: Sequence[int]) -> Floats:
+        """Return the bytes above the limit at each moment, negative where some are free."""
+        return self.problem.held_bytes(values) - self.problem.limit
+
     def minimise(self, prices: Floats, until: int = 0, lower: Floats | None = None) -> Solution:
         """Return the best assignment at these prices; holdings before a position have the lower ones."""
         problem, per_byte = self.problem, self._interval_prices(prices)
@@ -65,11 +69,8 @@ class _PriceSearch:
         return gap <= _SMALL_GAP * abs(self.bound) or time.monotonic() > self.deadline
 
     def keep(self, values: Sequence[int]) -> Floats:
-        """Keep an assignment that fits and costs less than the best one.
-
-        Returns the bytes above the limit at each moment, negative where some are free.
-        """
-        excess = self.problem.held_bytes(values) - self.problem.limit
+        """Keep an assignment that fits and costs less than the best one; return its excess."""
+        excess = self.excess(values)
         cost = evaluate(self.problem.factors, values)
         if excess.max(initial=0.0) <= 0 and (self.best is None or cost < self.best.cost):
             self.best = FactorSolution(list(values), cost, self.bound, fits=True)
