@@ -16,7 +16,10 @@ from tests.support.other_cores import OtherCores
 
 
 @pytest.fixture
-def other():
+def other(monkeypatch):
+    monkeypatch.setattr(
+        hardware, "probe_device", lambda device: None
+    )  # each probe of an isolated device starts processes
     with offer_kind(OtherCores):
         yield
 

@@ -120,7 +120,7 @@ def test_a_plugin_compiles_and_runs_like_built_in_passes(site, commands, model_f
     shape = ["--shape", "batch=4"]
     placer, other, verified, runtime, shown, misspelt = commands(
         site,
-        ["compile", "model.onnx", *shape, "--placer", "round-robin", "--json"],
+        ["compile", "model.onnx", *shape, "--placer", "round-robin", "--effort", "low", "--json"],
         ["compile", "model.onnx", *shape, "--pipeline", pipeline, "-o", "other.bundle", "--json", "--strict"],
         ["verify", "other.bundle", "--runtime", "one-thread", "--json"],
         ["run", "other.bundle", "--runtime", "one-thread", "--json", "--trace", "trace.json"],
@@ -148,7 +148,18 @@ def test_a_kind_of_devices_from_a_plugin_is_found_compiled_for_and_run(site, com
     listed, compiled, verified, ran, target, missing, option, part = commands(
         site,
         ["devices", "--json"],
-        ["compile", "model.onnx", *shape, "--devices", devices, "--device-map", "map.json", "--json"],
+        [
+            "compile",
+            "model.onnx",
+            *shape,
+            "--devices",
+            devices,
+            "--device-map",
+            "map.json",
+            "--effort",
+            "low",
+            "--json",
+        ],
         ["verify", "model.bundle", "--json"],
         ["run", "model.bundle", "--json", "--trace", "trace.json"],
         ["devices", "--devices", devices, "-o", "target.toml"],

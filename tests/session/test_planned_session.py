@@ -25,6 +25,7 @@ from onnxplace.machine.ort_sessions import _custom_libraries
 from onnxplace.pipeline.registry import create_runtime
 from onnxplace.runtime.interface import Result
 from onnxplace.runtimes.execution.segments import OpenSegment
+from onnxplace.session.plan_choice import SizeSteps
 from onnxplace.session.planned_session import Line, PlannedSession, Ticket
 from tests.support.fault_checks import HUNG_SECONDS, list_worker_threads, wait_until
 from tests.support.interrupts import Interrupts
@@ -207,17 +208,16 @@ def test_fed_states_win_over_those_that_move(session):
     assert len(session.read_states()["log"]) == SMALL + LARGE
 
 
-def test_states_move_when_staying_has_cost_as_much_as_a_move(totals, tmp_path):
+def test_states_move_when_staying_has_cost_as_much_as_a_move(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        SizeSteps, "add", lambda *_: None
+    )  # steps stay those of the bundle, however busy the machine is
     bundle = join_totals(tmp_path, factor=2.0)
     with onnxplace.InferenceSession(bundle, warmup=True) as session:
-        reference, plans = begin(session), session._session._plans
-        plans.move_seconds = 3.5e-3  # each large request loses 1 ms here
-        found = [size.seconds for size in plans._sizes.values()]
-        assert found == [[1e-3, 2e-3]] or len(found) == 1
+        reference = begin(session)
+        session._session._plans.move_seconds = 3.5e-3  # each large request loses 1 ms here
         assert [step(session, reference, LARGE) for _ in range(3)] == [0, 0, 0]
-        lost = session._session._lost_seconds[1]
-        assert lost > 0
-        plans.move_seconds = lost
+        assert session._session._lost_seconds[1] == pytest.approx(3e-3)
         assert step(session, reference, LARGE) == 1
         assert session._session._lost_seconds == {}
 
