@@ -270,6 +270,7 @@ class Engine(WorkLoop):
         if self._closed or self._in_flight:
             self._wake()
         result = Result(dict(zip(self._lone_outputs, arrays)), (), time.perf_counter() - request.start_time)
+        request.feeds = {}  # the arrays belong to the caller
         self.idle_requests[""] = request  # last, as no interrupt may end it there
         return result
 
