@@ -63,8 +63,8 @@ from onnxplace.utils.progress import report_progress
 WARM_UP_SECONDS = 0.05
 # Repeat until the median is sure, or more steps do not make it surer; stop after `max_runs` steps, or these seconds.
 # Where bundles are compared, there are at least `SURE_RUNS` steps, and more if the user wants to be sure.
-REPEAT_POLICY, SURE_RUNS = RepeatPolicy(max_runs=2000, seconds=0.6, tolerance=0.02), 5
-THOROUGH_SECONDS, THOROUGH_RUNS = 2.0, 9
+REPEAT_POLICY, SURE_RUNS = RepeatPolicy(max_runs=2000, seconds=0.9, tolerance=0.02), 5
+THOROUGH_SECONDS, THOROUGH_RUNS = 6.0, 9
 # Bundles take turns of this time. Reading how long threads waited takes longer than a small step, so it is done once
 # per turn.
 BURST_SECONDS = 0.01
@@ -195,6 +195,7 @@ def run_trials(
     policy = replace(REPEAT_POLICY, min_runs=SURE_RUNS) if len(bundles) > 1 else REPEAT_POLICY
     policy = replace(policy, seconds=THOROUGH_SECONDS, min_runs=THOROUGH_RUNS) if thorough else policy
     references = _list_reference_cores(bundles, sessions.opened if sessions else ()) if plain and is_local else ()
+    policy = replace(policy, seconds=policy.seconds / (len(bundles) + len(references)))
 
     def measure() -> tuple[Trial, ...]:
         opener = runtime or create_runtime("onnxruntime")
