@@ -14,12 +14,16 @@ folder.
 
 from __future__ import annotations
 
+import _thread
 import hashlib
 import os
+import queue
 import re
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -58,6 +62,8 @@ WHOLE_MODEL_FILE = f"{SEGMENTS_FOLDER}/whole.onnx"
 WEIGHTS_FILE = "weights.bin"
 # Files up to this size are hashed whenever a bundle is opened; larger ones only with check="all".
 MAX_SMALL_FILE_BYTES = 16 << 20
+# Hashing fewer bytes takes no longer than starting a thread and handing over to it.
+MIN_BESIDE_BYTES = 256 << 10
 
 # A trial is unsure beyond this share of waiting or drift; otherwise the doubt is one of costs.
 DOUBTFUL_SHARE = 0.05
@@ -152,27 +158,26 @@ class Bundle:
         if check not in get_args(Check):
             message = f"expected the check 'small' or 'all', got {check!r}"
             raise UsageError("U001", message, where="load", hint="'small' hashes small files only, 'all' every file")
-        path = Path(path)
-        manifest = _read_manifest(path)
-        bundle = Bundle(path, manifest)
+        return _open_bundle(Path(path), check, None)
+
+    @staticmethod
+    @contextmanager
+    def open_while_hashing(path: str | Path) -> Iterator[Bundle]:
+        """Yield a bundle whose larger small files another thread hashes meanwhile.
+
+        What the block opens may only be used after it: the end of the block waits for the hashes. Then, or if the block
+        fails, this raises the error of `open` if there is one. Other checks are done before the block.
+        """
+        hasher = _Hasher()
         try:
-            bundle.check_files(*bundle.list_files(with_compiled=check == "all"), check=check)
-            for name, link in manifest.linked.items():
-                _check_link(bundle.linked_file(name), link, check)
-        except OSError as problem:
-            message = f"a file listed in the manifest cannot be read: {problem.strerror}"
-            raise BundleError("N002", message, where=str(problem.filename or path), hint=DAMAGED_HINT) from None
-        weights = f"{SEGMENTS_FOLDER}/{WEIGHTS_FILE}"
-        models = [item.file for segment in manifest.segments for item in (segment, segment.static) if item]
-        plans = [f"{name}/{MANIFEST_FILE}" for name in manifest.plans]
-        for name in (WHOLE_MODEL_FILE, weights, *models, *plans, *sorted(bundle.compiled_files)):
-            if name not in manifest.files:
-                message = f"expected {name!r} among the files of the manifest"
-                raise BundleError("N002", message, where=str(path / MANIFEST_FILE))
-        check_manifest(manifest, path / MANIFEST_FILE)
-        # Only read here, as a plan may link to itself.
-        check_plans(manifest, [_read_manifest(bundle.file(name)) for name in manifest.plans], path / MANIFEST_FILE)
-        return bundle
+            try:
+                yield _open_bundle(Path(path), "small", hasher)
+            except Exception:
+                hasher.finish()  # wrong bytes explain the failure
+                raise
+            hasher.finish()
+        finally:
+            hasher.end()
 
     def file(self, name: str) -> Path:
         """Return the path of a file in the bundle; raises BundleError if the name leads outside."""
@@ -192,10 +197,10 @@ class Bundle:
         is_here = {name: with_compiled and self.file(name).exists() for name in self.compiled_files}
         return [name for name in files if is_here.get(name, True)]
 
-    def check_files(self, *names: str, check: Check = "all") -> None:
-        """Raise BundleError unless these files are as the compiler wrote them."""
+    def check_files(self, *names: str, check: Check = "all", hasher: _Hasher | None = None) -> None:
+        """Raise BundleError unless these files are as the compiler wrote them; larger ones are left to `hasher`."""
         for name in names:
-            _check_file(self.file(name), self.manifest.files[name], check)
+            _check_file(self.file(name), self.manifest.files[name], check, hasher)
 
     def linked_file(self, name: str) -> Path:
         """Return the path of a linked weights file; raises BundleError if the name leads elsewhere."""
@@ -203,9 +208,13 @@ class Bundle:
 
     def _resolve_inside(self, folder: Path, name: str, folder_text: str) -> Path:
         # By os.path: methods of Path take three times as long, a quarter of the time to open many small segments.
-        unsafe = "\0" in name or os.path.isabs(name) or ".." in name.replace(os.sep, "/").split("/")
-        inside = os.path.join(folder, "")
-        if unsafe or not os.path.join(os.path.realpath(inside + name), "").startswith(inside):
+        parts, inside = name.replace(os.sep, "/").split("/"), os.path.join(folder, "")
+        unsafe = "\0" in name or os.path.isabs(name) or ".." in parts
+        # Without links below the folder, whose own path has none, this is the real path.
+        if unsafe or (
+            (os.name != "posix" or any(map(os.path.islink, accumulate(parts, os.path.join, initial=inside))))
+            and not os.path.join(os.path.realpath(inside + name), "").startswith(inside)
+        ):
             message, where = f"it names a file outside {folder_text}: {name!r}", str(self.path / MANIFEST_FILE)
             raise BundleError("N002", message, where=where, hint=UNTRUSTED_HINT)
         return (self.path if folder == self._root else folder) / name
@@ -237,7 +246,7 @@ class Bundle:
         """Return the session options by which ONNX Runtime finds linked weights."""
         return external_data_options(self.link_root) if self.manifest.linked else {}
 
-    @property
+    @cached_property
     def target(self) -> Target:
         """Return the devices and links that the bundle was compiled for."""
         return self.manifest.target.target()
@@ -315,6 +324,34 @@ class Bundle:
         return array if array.flags.aligned else array.copy()
 
 
+def _open_bundle(path: Path, check: Check, hasher: _Hasher | None) -> Bundle:
+    """Open a bundle and check its files, but for the hashes of those that are left to `hasher`."""
+    manifest = _read_manifest(path)
+    bundle = Bundle(path, manifest)
+    try:
+        bundle.check_files(*bundle.list_files(with_compiled=check == "all"), check=check, hasher=hasher)
+        for name, link in manifest.linked.items():
+            _check_link(bundle.linked_file(name), link, check)
+    except OSError as problem:
+        raise _unreadable_error(problem, path) from None
+    weights = f"{SEGMENTS_FOLDER}/{WEIGHTS_FILE}"
+    models = [item.file for segment in manifest.segments for item in (segment, segment.static) if item]
+    plans = [f"{name}/{MANIFEST_FILE}" for name in manifest.plans]
+    for name in (WHOLE_MODEL_FILE, weights, *models, *plans, *sorted(bundle.compiled_files)):
+        if name not in manifest.files:
+            message = f"expected {name!r} among the files of the manifest"
+            raise BundleError("N002", message, where=str(path / MANIFEST_FILE))
+    check_manifest(manifest, path / MANIFEST_FILE)
+    # Only read here, as a plan may link to itself.
+    check_plans(manifest, [_read_manifest(bundle.file(name)) for name in manifest.plans], path / MANIFEST_FILE)
+    return bundle
+
+
+def _unreadable_error(problem: OSError, path: Path) -> BundleError:
+    message = f"a file listed in the manifest cannot be read: {problem.strerror}"
+    return BundleError("N002", message, where=str(problem.filename or path), hint=DAMAGED_HINT)
+
+
 def _read_manifest(path: Path) -> Manifest:
     file = path / MANIFEST_FILE
     if not os.path.lexists(file):
@@ -366,7 +403,7 @@ _VERSION_PATTERN = re.compile(r"[0-9]{1,6}\.[0-9]{1,6}")
 def _parse_manifest(path: Path, file: Path) -> Any:
     """Return a manifest's JSON; raises BundleError if the file is not JSON or lies outside the bundle."""
     try:
-        if not file.resolve().is_relative_to(path.resolve()):
+        if os.path.islink(file) and not file.resolve().is_relative_to(path.resolve()):
             raise BundleError("N002", "it is a link out of the bundle", where=str(file), hint=UNTRUSTED_HINT)
         with open_input(file, "N002") as stream:
             if (size := os.fstat(stream.fileno()).st_size) > MAX_MANIFEST_BYTES:
@@ -383,8 +420,11 @@ def _parse_manifest(path: Path, file: Path) -> Any:
         raise BundleError("N002", message, where=str(file), hint=DAMAGED_HINT) from None
 
 
-def _check_file(file: Path, record: FileRecord, check: Check) -> None:
-    """Raise BundleError unless a file has the recorded size and, if `check` demands it, the recorded hash."""
+def _check_file(file: Path, record: FileRecord, check: Check, hasher: _Hasher | None) -> None:
+    """Raise BundleError unless a file has the recorded size and, if `check` demands it, the recorded hash.
+
+    With a hasher, that hashes the larger ones.
+    """
     if not file.is_file():
         reason = "expected a regular file of the bundle" if file.exists() else "this file of the bundle is missing"
         raise BundleError("N002", reason, where=str(file), hint=DAMAGED_HINT)
@@ -393,9 +433,71 @@ def _check_file(file: Path, record: FileRecord, check: Check) -> None:
         message = f"expected {record.bytes} bytes, as the manifest says, got {size}"
         hint = "it was altered or truncated; compile the model again"
         raise BundleError("N002", message, where=str(file), hint=hint)
-    if (check == "all" or size <= MAX_SMALL_FILE_BYTES) and compute_sha256(file) != record.sha256:
+    if check == "small" and size > MAX_SMALL_FILE_BYTES:
+        return
+    if hasher is not None and size >= MIN_BESIDE_BYTES:
+        hasher.add(file, record)
+    else:
+        _require_hash(file, record)
+
+
+def _require_hash(file: Path, record: FileRecord) -> None:
+    if compute_sha256(file) != record.sha256:
         message = "this file changed since the compile: its SHA-256 differs"
         raise BundleError("N002", message, where=str(file), hint="it was altered; compile the model again")
+
+
+class _Hasher:
+    """A thread that checks hashes of files one after the other, while sessions may already read these files.
+
+    It is started by the first file, and needs no `threading.Thread`, for whose start the caller would have to wait.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Path, FileRecord] | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        self._states: dict[Path, tuple[int, ...]] = {}
+        """Of each file, what changes with its bytes, before anything reads them."""
+
+    def add(self, file: Path, record: FileRecord) -> None:
+        """Let the thread check a file, after those added before."""
+        if not self._states:
+            _thread.start_new_thread(self._check_all, ())
+        self._states[file] = _read_state(file)
+        self._jobs.put((file, record))
+
+    def _check_all(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                _require_hash(*job)
+                self._answers.put(None)
+            except Exception as problem:  # noqa: BLE001 - raised again by `finish`
+                self._answers.put(problem)
+
+    def finish(self) -> None:
+        """Wait for the hashes; raises BundleError for the first file that is wrong.
+
+        So it does for a file that has changed meanwhile: what was hashed may then differ from what sessions have read.
+        """
+        for file, state in self._states.items():
+            try:
+                if (problem := self._answers.get()) is not None:
+                    raise problem
+                has_changed = _read_state(file) != state
+            except OSError as problem:
+                raise _unreadable_error(problem, file) from None
+            if has_changed:
+                message = "this file changed while the bundle was opened"
+                raise BundleError("N002", message, where=str(file), hint="open it again when no program writes to it")
+
+    def end(self) -> None:
+        """Let the thread end."""
+        self._jobs.put(None)
+
+
+def _read_state(file: Path) -> tuple[int, ...]:
+    status = file.stat()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _check_link(file: Path, link: LinkRecord, check: Check) -> None:
@@ -431,8 +533,10 @@ def external_data_options(folder: Path) -> dict[str, str]:
 
 
 def compute_sha256(file: Path) -> str:
-    """Return the SHA-256 of a file, without loading it whole."""
-    with file.open("rb") as stream:
+    """Return the SHA-256 of a file, without loading a large one whole."""
+    with open(file, "rb", buffering=0) as stream:
+        if os.fstat(stream.fileno()).st_size <= MAX_SMALL_FILE_BYTES:  # at once: it asks for the interpreter only twice
+            return hashlib.sha256(stream.read()).hexdigest()
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
