@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 Result = TypeVar("Result")
+Problems = queue.SimpleQueue[BaseException | None]
 
 
 def start_thread(*threads: threading.Thread) -> None:
@@ -21,16 +22,36 @@ def start_thread(*threads: threading.Thread) -> None:
     `Thread.start` waits on a `threading.Condition`. An interrupt at a bad moment leaves its lock locked forever, and
     the new thread hangs before it begins. Only the main thread handles signals, so another thread does the waiting.
     """
-    problems: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-    if threading.current_thread() is not threading.main_thread():
-        _start_and_report(threads, problems)
-    else:
+    _await_start(_begin_start(threads))
+
+
+def _begin_start(threads: Sequence[threading.Thread]) -> Problems:
+    """Start threads without waiting for it in the main thread; the queue gets an exception, or None, at its end."""
+    problems: Problems = queue.SimpleQueue()
+    if threading.current_thread() is threading.main_thread():
         _thread.start_new_thread(_start_and_report, (threads, problems))
+    else:
+        _start_and_report(threads, problems)
+    return problems
+
+
+def _start_and_report(threads: Sequence[threading.Thread], problems: Problems) -> None:
+    try:
+        for thread in threads:
+            thread.start()
+        problems.put(None)
+    except BaseException as problem:  # noqa: BLE001 - raised again in the thread that waits
+        problems.put(problem)
+
+
+def _await_start(problems: Problems) -> None:
     if (problem := problems.get()) is not None:
         raise problem
 
 
-def run_in_threads(jobs: Sequence[Callable[[], Result]], stop: Callable[[], object]) -> list[Result]:
+def run_in_threads(
+    jobs: Sequence[Callable[[], Result]], stop: Callable[[], object], *, has_own: bool = False
+) -> list[Result]:
     """Run jobs at the same time, which do not hold the interpreter's lock; return their results.
 
     Python handles signals in the main thread, between two of its own instructions: where a compiled loop or a solver
@@ -39,12 +60,13 @@ def run_in_threads(jobs: Sequence[Callable[[], Result]], stop: Callable[[], obje
     Args:
         jobs: What to run, each in its own thread.
         stop: Makes the jobs end soon; called on Ctrl-C, and as soon as a job fails.
+        has_own: Whether this thread runs the first job, which Ctrl-C can end, and waits for no other to begin.
 
     >>> run_in_threads([lambda: 1, lambda: 2], stop=lambda: None)
     [1, 2]
     """
     # A queue, as futures have conditions, whose locks an interrupt may leave locked.
-    ends: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    ends: Problems = queue.SimpleQueue()
     results: dict[int, Result] = {}
 
     def run(index: int) -> None:
@@ -54,9 +76,12 @@ def run_in_threads(jobs: Sequence[Callable[[], Result]], stop: Callable[[], obje
         except BaseException as problem:  # noqa: BLE001 - raised again in the thread that waits
             ends.put(problem)
 
-    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(jobs))]
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(has_own, len(jobs))]
     try:
-        start_thread(*threads)
+        start = _begin_start(threads)
+        if has_own:
+            run(0)
+        _await_start(start)
         for _ in jobs:
             if (problem := ends.get()) is not None:
                 raise problem
@@ -68,16 +93,6 @@ def run_in_threads(jobs: Sequence[Callable[[], Result]], stop: Callable[[], obje
             if thread.ident is not None:
                 thread.join()
     return [results[index] for index in range(len(jobs))]
-
-
-def _start_and_report(threads: Sequence[threading.Thread], problems: queue.SimpleQueue[BaseException | None]) -> None:
-    """Start threads; put the exception, or None, into `problems`."""
-    try:
-        for thread in threads:
-            thread.start()
-        problems.put(None)
-    except BaseException as problem:  # noqa: BLE001 - raised again in the main thread
-        problems.put(problem)
 
 
 # ------------------------------------------------------------------------------------------------------------ callbacks
