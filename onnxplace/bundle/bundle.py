@@ -409,7 +409,7 @@ def _parse_manifest(path: Path, file: Path) -> Any:
             if (size := os.fstat(stream.fileno()).st_size) > MAX_MANIFEST_BYTES:
                 message = f"expected at most {MAX_MANIFEST_BYTES} bytes, got {size}"
                 raise BundleError("N002", message, where=str(file), hint=UNTRUSTED_HINT)
-            return parse_json(stream.read(MAX_MANIFEST_BYTES), "N002", "a manifest", str(file))
+            return parse_json(stream.read(size), "N002", "a manifest", str(file))
     except BundleError:
         raise
     except InputError as problem:
