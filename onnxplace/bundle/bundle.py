@@ -168,16 +168,19 @@ class Bundle:
         What the block opens may only be used after it: the end of the block waits for the hashes. Then, or if the block
         fails, this raises the error of `open` if there is one. Other checks are done before the block.
         """
-        hasher = _Hasher()
+        larger, answers, failure = _LargerFiles(), queue.SimpleQueue[Exception | None](), None
         try:
-            try:
-                yield _open_bundle(Path(path), "small", hasher)
-            except Exception:
-                hasher.finish()  # wrong bytes explain the failure
-                raise
-            hasher.finish()
-        finally:
-            hasher.end()
+            bundle = _open_bundle(Path(path), "small", larger)
+        except BundleError as problem:
+            raise larger.find_fault(_require_hash) or problem from None  # the first one in the order of the files
+        if larger:
+            _thread.start_new_thread(lambda: answers.put(larger.find_fault(_require_hash)), ())
+        try:
+            yield bundle
+        except Exception as problem:  # noqa: BLE001 - raised below, unless wrong bytes explain it
+            failure = problem
+        if failure := (larger and (answers.get() or larger.find_fault(_require_same))) or failure:
+            raise failure
 
     def file(self, name: str) -> Path:
         """Return the path of a file in the bundle; raises BundleError if the name leads outside."""
@@ -197,10 +200,10 @@ class Bundle:
         is_here = {name: with_compiled and self.file(name).exists() for name in self.compiled_files}
         return [name for name in files if is_here.get(name, True)]
 
-    def check_files(self, *names: str, check: Check = "all", hasher: _Hasher | None = None) -> None:
-        """Raise BundleError unless these files are as the compiler wrote them; larger ones are left to `hasher`."""
+    def check_files(self, *names: str, check: Check = "all", larger: _LargerFiles | None = None) -> None:
+        """Raise BundleError unless these files are as the compiler wrote them; hashes of `larger` ones are left out."""
         for name in names:
-            _check_file(self.file(name), self.manifest.files[name], check, hasher)
+            _check_file(self.file(name), self.manifest.files[name], check, larger)
 
     def linked_file(self, name: str) -> Path:
         """Return the path of a linked weights file; raises BundleError if the name leads elsewhere."""
@@ -324,16 +327,16 @@ class Bundle:
         return array if array.flags.aligned else array.copy()
 
 
-def _open_bundle(path: Path, check: Check, hasher: _Hasher | None) -> Bundle:
-    """Open a bundle and check its files, but for the hashes of those that are left to `hasher`."""
+def _open_bundle(path: Path, check: Check, larger: _LargerFiles | None) -> Bundle:
+    """Open a bundle and check its files, but for the hashes of those that are added to `larger`."""
     manifest = _read_manifest(path)
     bundle = Bundle(path, manifest)
     try:
-        bundle.check_files(*bundle.list_files(with_compiled=check == "all"), check=check, hasher=hasher)
+        bundle.check_files(*bundle.list_files(with_compiled=check == "all"), check=check, larger=larger)
         for name, link in manifest.linked.items():
             _check_link(bundle.linked_file(name), link, check)
     except OSError as problem:
-        raise _unreadable_error(problem, path) from None
+        raise _unreadable_error(problem) from None
     weights = f"{SEGMENTS_FOLDER}/{WEIGHTS_FILE}"
     models = [item.file for segment in manifest.segments for item in (segment, segment.static) if item]
     plans = [f"{name}/{MANIFEST_FILE}" for name in manifest.plans]
@@ -347,9 +350,9 @@ def _open_bundle(path: Path, check: Check, hasher: _Hasher | None) -> Bundle:
     return bundle
 
 
-def _unreadable_error(problem: OSError, path: Path) -> BundleError:
+def _unreadable_error(problem: OSError) -> BundleError:
     message = f"a file listed in the manifest cannot be read: {problem.strerror}"
-    return BundleError("N002", message, where=str(problem.filename or path), hint=DAMAGED_HINT)
+    return BundleError("N002", message, where=str(problem.filename), hint=DAMAGED_HINT)
 
 
 def _read_manifest(path: Path) -> Manifest:
@@ -420,10 +423,10 @@ def _parse_manifest(path: Path, file: Path) -> Any:
         raise BundleError("N002", message, where=str(file), hint=DAMAGED_HINT) from None
 
 
-def _check_file(file: Path, record: FileRecord, check: Check, hasher: _Hasher | None) -> None:
+def _check_file(file: Path, record: FileRecord, check: Check, larger: _LargerFiles | None) -> None:
     """Raise BundleError unless a file has the recorded size and, if `check` demands it, the recorded hash.
 
-    With a hasher, that hashes the larger ones.
+    Larger files are added to `larger`, if given, instead of being hashed.
     """
     if not file.is_file():
         reason = "expected a regular file of the bundle" if file.exists() else "this file of the bundle is missing"
@@ -435,69 +438,43 @@ def _check_file(file: Path, record: FileRecord, check: Check, hasher: _Hasher | 
         raise BundleError("N002", message, where=str(file), hint=hint)
     if check == "small" and size > MAX_SMALL_FILE_BYTES:
         return
-    if hasher is not None and size >= MIN_BESIDE_BYTES:
-        hasher.add(file, record)
+    if larger is not None and size >= MIN_BESIDE_BYTES:
+        larger[file] = record, _read_state(file)
     else:
         _require_hash(file, record)
 
 
-def _require_hash(file: Path, record: FileRecord) -> None:
+def _require_hash(file: Path, record: FileRecord, _: object = None) -> None:
     if compute_sha256(file) != record.sha256:
         message = "this file changed since the compile: its SHA-256 differs"
         raise BundleError("N002", message, where=str(file), hint="it was altered; compile the model again")
 
 
-class _Hasher:
-    """A thread that checks hashes of files one after the other, while sessions may already read these files.
-
-    It is started by the first file, and needs no `threading.Thread`, for whose start the caller would have to wait.
-    """
-
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[tuple[Path, FileRecord] | None] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
-        self._states: dict[Path, tuple[int, ...]] = {}
-        """Of each file, what changes with its bytes, before anything reads them."""
-
-    def add(self, file: Path, record: FileRecord) -> None:
-        """Let the thread check a file, after those added before."""
-        if not self._states:
-            _thread.start_new_thread(self._check_all, ())
-        self._states[file] = _read_state(file)
-        self._jobs.put((file, record))
-
-    def _check_all(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                _require_hash(*job)
-                self._answers.put(None)
-            except Exception as problem:  # noqa: BLE001 - raised again by `finish`
-                self._answers.put(problem)
-
-    def finish(self) -> None:
-        """Wait for the hashes; raises BundleError for the first file that is wrong.
-
-        So it does for a file that has changed meanwhile: what was hashed may then differ from what sessions have read.
-        """
-        for file, state in self._states.items():
-            try:
-                if (problem := self._answers.get()) is not None:
-                    raise problem
-                has_changed = _read_state(file) != state
-            except OSError as problem:
-                raise _unreadable_error(problem, file) from None
-            if has_changed:
-                message = "this file changed while the bundle was opened"
-                raise BundleError("N002", message, where=str(file), hint="open it again when no program writes to it")
-
-    def end(self) -> None:
-        """Let the thread end."""
-        self._jobs.put(None)
+def _require_same(file: Path, _: object, state: tuple[int, ...]) -> None:
+    if _read_state(file) != state:  # then sessions may have read other bytes than were hashed
+        message = "this file changed while the bundle was opened"
+        raise BundleError("N002", message, where=str(file), hint="open it again when no program writes to it")
 
 
 def _read_state(file: Path) -> tuple[int, ...]:
+    """Return what changes with the bytes of a file."""
     status = file.stat()
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+class _LargerFiles(dict[Path, tuple[FileRecord, tuple[int, ...]]]):
+    """Files that are hashed while sessions open, with their states before anything reads them."""
+
+    def find_fault(self, require: Callable[[Path, FileRecord, tuple[int, ...]], None]) -> Exception | None:
+        """Return the error of the first file that is not as required."""
+        try:
+            for file, (record, state) in self.items():
+                require(file, record, state)
+        except OSError as problem:
+            return _unreadable_error(problem)
+        except Exception as problem:  # noqa: BLE001 - another thread raises it
+            return problem
+        return None
 
 
 def _check_link(file: Path, link: LinkRecord, check: Check) -> None:

@@ -10,41 +10,25 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 Result = TypeVar("Result")
-Problems = queue.SimpleQueue[BaseException | None]
 
 
-def start_thread(*threads: threading.Thread) -> None:
-    """Start one thread or several safely, even if a signal interrupts the main thread.
+def start_thread(*threads: threading.Thread, meanwhile: Callable[[], object] | None = None) -> None:
+    """Start one thread or several safely, even if a signal interrupts the main thread, which may do more `meanwhile`.
 
     `Thread.start` waits on a `threading.Condition`. An interrupt at a bad moment leaves its lock locked forever, and
     the new thread hangs before it begins. Only the main thread handles signals, so another thread does the waiting.
     """
-    _await_start(_begin_start(threads))
-
-
-def _begin_start(threads: Sequence[threading.Thread]) -> Problems:
-    """Start threads without waiting for it in the main thread; the queue gets an exception, or None, at its end."""
-    problems: Problems = queue.SimpleQueue()
+    problems: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
     if threading.current_thread() is threading.main_thread():
         _thread.start_new_thread(_start_and_report, (threads, problems))
     else:
         _start_and_report(threads, problems)
-    return problems
-
-
-def _start_and_report(threads: Sequence[threading.Thread], problems: Problems) -> None:
-    try:
-        for thread in threads:
-            thread.start()
-        problems.put(None)
-    except BaseException as problem:  # noqa: BLE001 - raised again in the thread that waits
-        problems.put(problem)
-
-
-def _await_start(problems: Problems) -> None:
+    if meanwhile is not None:
+        meanwhile()
     if (problem := problems.get()) is not None:
         raise problem
 
@@ -66,7 +50,7 @@ def run_in_threads(
     [1, 2]
     """
     # A queue, as futures have conditions, whose locks an interrupt may leave locked.
-    ends: Problems = queue.SimpleQueue()
+    ends: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
     results: dict[int, Result] = {}
 
     def run(index: int) -> None:
@@ -78,10 +62,7 @@ def run_in_threads(
 
     threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(has_own, len(jobs))]
     try:
-        start = _begin_start(threads)
-        if has_own:
-            run(0)
-        _await_start(start)
+        start_thread(*threads, meanwhile=partial(run, 0) if has_own else None)
         for _ in jobs:
             if (problem := ends.get()) is not None:
                 raise problem
@@ -93,6 +74,16 @@ def run_in_threads(
             if thread.ident is not None:
                 thread.join()
     return [results[index] for index in range(len(jobs))]
+
+
+def _start_and_report(threads: Sequence[threading.Thread], problems: queue.SimpleQueue[BaseException | None]) -> None:
+    """Start threads; put the exception, or None, into `problems`."""
+    try:
+        for thread in threads:
+            thread.start()
+        problems.put(None)
+    except BaseException as problem:  # noqa: BLE001 - raised again in the thread that waits
+        problems.put(problem)
 
 
 # ------------------------------------------------------------------------------------------------------------ callbacks
