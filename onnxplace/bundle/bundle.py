@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import _thread
 import hashlib
+import math
 import os
 import queue
 import re
-from collections.abc import Callable, Iterator, Mapping, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -62,13 +63,14 @@ WHOLE_MODEL_FILE = f"{SEGMENTS_FOLDER}/whole.onnx"
 WEIGHTS_FILE = "weights.bin"
 # Files up to this size are hashed whenever a bundle is opened; larger ones only with check="all".
 MAX_SMALL_FILE_BYTES = 16 << 20
-# Hashing fewer bytes takes no longer than starting a thread and handing over to it.
-MIN_BESIDE_BYTES = 256 << 10
+# Files up to this size are hashed before sessions open: it takes no longer than to let another thread do it.
+MAX_TINY_FILE_BYTES = 256 << 10
 
 # A trial is unsure beyond this share of waiting or drift; otherwise the doubt is one of costs.
 DOUBTFUL_SHARE = 0.05
 
 Check = Literal["small", "all"]
+_MAX_HASHED_BYTES = {"tiny": MAX_TINY_FILE_BYTES, "small": MAX_SMALL_FILE_BYTES, "all": math.inf}
 UNTRUSTED_HINT = "do not trust this bundle; compile the model again"
 # A manifest of 100 000 segments takes about 100 MiB.
 MAX_MANIFEST_BYTES = 256 << 20
@@ -158,29 +160,76 @@ class Bundle:
         if check not in get_args(Check):
             message = f"expected the check 'small' or 'all', got {check!r}"
             raise UsageError("U001", message, where="load", hint="'small' hashes small files only, 'all' every file")
-        return _open_bundle(Path(path), check, None)
+        return Bundle._open(Path(path), check)
 
     @staticmethod
     @contextmanager
     def open_while_hashing(path: str | Path) -> Iterator[Bundle]:
-        """Yield a bundle whose larger small files another thread hashes meanwhile.
+        """Yield a bundle whose larger small files, not tiny ones, are hashed during the block.
 
-        What the block opens may only be used after it: the end of the block waits for the hashes. Then, or if the block
-        fails, this raises the error of `open` if there is one. Other checks are done before the block.
+        What the block opens may only be used after it: its end waits for the hashes. Raises the errors of `open` before
+        the block, or at its end in place of what has failed in the block. A file that changed meanwhile is such an
+        error, as a session may have read other bytes than were hashed.
         """
-        larger, answers, failure = _LargerFiles(), queue.SimpleQueue[Exception | None](), None
         try:
-            bundle = _open_bundle(Path(path), "small", larger)
-        except BundleError as problem:
-            raise larger.find_fault(_require_hash) or problem from None  # the first one in the order of the files
-        if larger:
-            _thread.start_new_thread(lambda: answers.put(larger.find_fault(_require_hash)), ())
+            bundle = Bundle._open(Path(path), "tiny")
+        except BundleError:
+            bundle = Bundle.open(path)  # a larger file may come before the one that is wrong
+        files = {
+            name: record.bytes for name, record in bundle.manifest.files.items() if name not in bundle.compiled_files
+        }
+        larger = [name for name, size in files.items() if MAX_TINY_FILE_BYTES < size <= MAX_SMALL_FILE_BYTES]
+        states, answers = bundle._read_states(larger), queue.SimpleQueue[bool]()
+
+        def hash_larger() -> None:
+            with suppress(Exception):  # `open` raises it again
+                bundle.check_files(*larger, check="small")
+                answers.put(True)
+            answers.put(False)
+
+        # A `threading.Thread` would make the main thread wait for its start.
+        _thread.start_new_thread(hash_larger, ()) if larger else answers.put(True)
+        failure: Exception | None = None
         try:
             yield bundle
         except Exception as problem:  # noqa: BLE001 - raised below, unless wrong bytes explain it
             failure = problem
-        if failure := (larger and (answers.get() or larger.find_fault(_require_same))) or failure:
+        if not answers.get() or bundle._read_states(larger) != states:
+            Bundle.open(path)
+            message = "a file of the bundle changed while it was opened"
+            raise BundleError("N002", message, where=str(path), hint="open it again when no program writes to it")
+        if failure is not None:
             raise failure
+
+    def _read_states(self, names: Sequence[str]) -> list[tuple[int, ...]] | None:
+        """Return what changes with the bytes of files; None if one cannot be found."""
+        with suppress(OSError):
+            found = [self.file(name).stat() for name in names]
+            return [(item.st_dev, item.st_ino, item.st_size, item.st_mtime_ns, item.st_ctime_ns) for item in found]
+        return None
+
+    @staticmethod
+    def _open(path: Path, check: str) -> Bundle:
+        manifest = _read_manifest(path)
+        bundle = Bundle(path, manifest)
+        try:
+            bundle.check_files(*bundle.list_files(with_compiled=check == "all"), check=check)
+            for name, link in manifest.linked.items():
+                _check_link(bundle.linked_file(name), link, check)
+        except OSError as problem:
+            message = f"a file listed in the manifest cannot be read: {problem.strerror}"
+            raise BundleError("N002", message, where=str(problem.filename or path), hint=DAMAGED_HINT) from None
+        weights = f"{SEGMENTS_FOLDER}/{WEIGHTS_FILE}"
+        models = [item.file for segment in manifest.segments for item in (segment, segment.static) if item]
+        plans = [f"{name}/{MANIFEST_FILE}" for name in manifest.plans]
+        for name in (WHOLE_MODEL_FILE, weights, *models, *plans, *sorted(bundle.compiled_files)):
+            if name not in manifest.files:
+                message = f"expected {name!r} among the files of the manifest"
+                raise BundleError("N002", message, where=str(path / MANIFEST_FILE))
+        check_manifest(manifest, path / MANIFEST_FILE)
+        # Only read here, as a plan may link to itself.
+        check_plans(manifest, [_read_manifest(bundle.file(name)) for name in manifest.plans], path / MANIFEST_FILE)
+        return bundle
 
     def file(self, name: str) -> Path:
         """Return the path of a file in the bundle; raises BundleError if the name leads outside."""
@@ -200,10 +249,10 @@ class Bundle:
         is_here = {name: with_compiled and self.file(name).exists() for name in self.compiled_files}
         return [name for name in files if is_here.get(name, True)]
 
-    def check_files(self, *names: str, check: Check = "all", larger: _LargerFiles | None = None) -> None:
-        """Raise BundleError unless these files are as the compiler wrote them; hashes of `larger` ones are left out."""
+    def check_files(self, *names: str, check: str = "all") -> None:
+        """Raise BundleError unless these files are as the compiler wrote them."""
         for name in names:
-            _check_file(self.file(name), self.manifest.files[name], check, larger)
+            _check_file(self.file(name), self.manifest.files[name], check)
 
     def linked_file(self, name: str) -> Path:
         """Return the path of a linked weights file; raises BundleError if the name leads elsewhere."""
@@ -214,10 +263,8 @@ class Bundle:
         parts, inside = name.replace(os.sep, "/").split("/"), os.path.join(folder, "")
         unsafe = "\0" in name or os.path.isabs(name) or ".." in parts
         # Without links below the folder, whose own path has none, this is the real path.
-        if unsafe or (
-            (os.name != "posix" or any(map(os.path.islink, accumulate(parts, os.path.join, initial=inside))))
-            and not os.path.join(os.path.realpath(inside + name), "").startswith(inside)
-        ):
+        may_leave = os.name != "posix" or any(map(os.path.islink, accumulate(parts, os.path.join, initial=inside)))
+        if unsafe or (may_leave and not os.path.join(os.path.realpath(inside + name), "").startswith(inside)):
             message, where = f"it names a file outside {folder_text}: {name!r}", str(self.path / MANIFEST_FILE)
             raise BundleError("N002", message, where=where, hint=UNTRUSTED_HINT)
         return (self.path if folder == self._root else folder) / name
@@ -327,34 +374,6 @@ class Bundle:
         return array if array.flags.aligned else array.copy()
 
 
-def _open_bundle(path: Path, check: Check, larger: _LargerFiles | None) -> Bundle:
-    """Open a bundle and check its files, but for the hashes of those that are added to `larger`."""
-    manifest = _read_manifest(path)
-    bundle = Bundle(path, manifest)
-    try:
-        bundle.check_files(*bundle.list_files(with_compiled=check == "all"), check=check, larger=larger)
-        for name, link in manifest.linked.items():
-            _check_link(bundle.linked_file(name), link, check)
-    except OSError as problem:
-        raise _unreadable_error(problem) from None
-    weights = f"{SEGMENTS_FOLDER}/{WEIGHTS_FILE}"
-    models = [item.file for segment in manifest.segments for item in (segment, segment.static) if item]
-    plans = [f"{name}/{MANIFEST_FILE}" for name in manifest.plans]
-    for name in (WHOLE_MODEL_FILE, weights, *models, *plans, *sorted(bundle.compiled_files)):
-        if name not in manifest.files:
-            message = f"expected {name!r} among the files of the manifest"
-            raise BundleError("N002", message, where=str(path / MANIFEST_FILE))
-    check_manifest(manifest, path / MANIFEST_FILE)
-    # Only read here, as a plan may link to itself.
-    check_plans(manifest, [_read_manifest(bundle.file(name)) for name in manifest.plans], path / MANIFEST_FILE)
-    return bundle
-
-
-def _unreadable_error(problem: OSError) -> BundleError:
-    message = f"a file listed in the manifest cannot be read: {problem.strerror}"
-    return BundleError("N002", message, where=str(problem.filename), hint=DAMAGED_HINT)
-
-
 def _read_manifest(path: Path) -> Manifest:
     file = path / MANIFEST_FILE
     if not os.path.lexists(file):
@@ -423,11 +442,8 @@ def _parse_manifest(path: Path, file: Path) -> Any:
         raise BundleError("N002", message, where=str(file), hint=DAMAGED_HINT) from None
 
 
-def _check_file(file: Path, record: FileRecord, check: Check, larger: _LargerFiles | None) -> None:
-    """Raise BundleError unless a file has the recorded size and, if `check` demands it, the recorded hash.
-
-    Larger files are added to `larger`, if given, instead of being hashed.
-    """
+def _check_file(file: Path, record: FileRecord, check: str) -> None:
+    """Raise BundleError unless a file has the recorded size and, if `check` demands it, the recorded hash."""
     if not file.is_file():
         reason = "expected a regular file of the bundle" if file.exists() else "this file of the bundle is missing"
         raise BundleError("N002", reason, where=str(file), hint=DAMAGED_HINT)
@@ -436,45 +452,9 @@ def _check_file(file: Path, record: FileRecord, check: Check, larger: _LargerFil
         message = f"expected {record.bytes} bytes, as the manifest says, got {size}"
         hint = "it was altered or truncated; compile the model again"
         raise BundleError("N002", message, where=str(file), hint=hint)
-    if check == "small" and size > MAX_SMALL_FILE_BYTES:
-        return
-    if larger is not None and size >= MIN_BESIDE_BYTES:
-        larger[file] = record, _read_state(file)
-    else:
-        _require_hash(file, record)
-
-
-def _require_hash(file: Path, record: FileRecord, _: object = None) -> None:
-    if compute_sha256(file) != record.sha256:
+    if size <= _MAX_HASHED_BYTES[check] and compute_sha256(file) != record.sha256:
         message = "this file changed since the compile: its SHA-256 differs"
         raise BundleError("N002", message, where=str(file), hint="it was altered; compile the model again")
-
-
-def _require_same(file: Path, _: object, state: tuple[int, ...]) -> None:
-    if _read_state(file) != state:  # then sessions may have read other bytes than were hashed
-        message = "this file changed while the bundle was opened"
-        raise BundleError("N002", message, where=str(file), hint="open it again when no program writes to it")
-
-
-def _read_state(file: Path) -> tuple[int, ...]:
-    """Return what changes with the bytes of a file."""
-    status = file.stat()
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-
-
-class _LargerFiles(dict[Path, tuple[FileRecord, tuple[int, ...]]]):
-    """Files that are hashed while sessions open, with their states before anything reads them."""
-
-    def find_fault(self, require: Callable[[Path, FileRecord, tuple[int, ...]], None]) -> Exception | None:
-        """Return the error of the first file that is not as required."""
-        try:
-            for file, (record, state) in self.items():
-                require(file, record, state)
-        except OSError as problem:
-            return _unreadable_error(problem)
-        except Exception as problem:  # noqa: BLE001 - another thread raises it
-            return problem
-        return None
 
 
 def _check_link(file: Path, link: LinkRecord, check: Check) -> None:
@@ -510,10 +490,8 @@ def external_data_options(folder: Path) -> dict[str, str]:
 
 
 def compute_sha256(file: Path) -> str:
-    """Return the SHA-256 of a file, without loading a large one whole."""
+    """Return the SHA-256 of a file, without loading it whole."""
     with open(file, "rb", buffering=0) as stream:
-        if os.fstat(stream.fileno()).st_size <= MAX_SMALL_FILE_BYTES:  # at once: it asks for the interpreter only twice
-            return hashlib.sha256(stream.read()).hexdigest()
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
