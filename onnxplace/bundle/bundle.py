@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import _thread
 import hashlib
-import math
 import os
 import queue
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -51,7 +50,7 @@ from onnxplace.feeds.synthetic import zero_feeds
 from onnxplace.target.kind_table import import_by_path
 from onnxplace.target.target import Target
 from onnxplace.utils.file_locks import find_moved_aside
-from onnxplace.utils.files import format_path, open_input, parse_json, suggest_file
+from onnxplace.utils.files import format_path, list_file_states, open_input, parse_json, suggest_file
 from onnxplace.utils.groups import group_pairs
 from onnxplace.utils.quantities import format_bytes, format_first, format_milliseconds, format_object
 
@@ -70,7 +69,7 @@ MAX_TINY_FILE_BYTES = 256 << 10
 DOUBTFUL_SHARE = 0.05
 
 Check = Literal["small", "all"]
-_MAX_HASHED_BYTES = {"tiny": MAX_TINY_FILE_BYTES, "small": MAX_SMALL_FILE_BYTES, "all": math.inf}
+_Hashed = Literal["tiny", Check]
 UNTRUSTED_HINT = "do not trust this bundle; compile the model again"
 # A manifest of 100 000 segments takes about 100 MiB.
 MAX_MANIFEST_BYTES = 256 << 20
@@ -165,21 +164,17 @@ class Bundle:
     @staticmethod
     @contextmanager
     def open_while_hashing(path: str | Path) -> Iterator[Bundle]:
-        """Yield a bundle whose larger small files, not tiny ones, are hashed during the block.
+        """Yield a bundle whose larger files, among those that `open` hashes, are hashed during the block.
 
-        What the block opens may only be used after it: its end waits for the hashes. Raises the errors of `open` before
-        the block, or at its end in place of what has failed in the block. A file that changed meanwhile is such an
-        error, as a session may have read other bytes than were hashed.
+        The block may open sessions, which may only be used after it: its end waits for the hashes. Raises the errors of
+        `open` before the block or at its end, there in place of the block's own errors, which they explain. Files that
+        changed meanwhile are refused, too: sessions may have read other bytes than were hashed.
         """
-        try:
-            bundle = Bundle._open(Path(path), "tiny")
-        except BundleError:
-            bundle = Bundle.open(path)  # a larger file may come before the one that is wrong
-        files = {
-            name: record.bytes for name, record in bundle.manifest.files.items() if name not in bundle.compiled_files
-        }
-        larger = [name for name, size in files.items() if MAX_TINY_FILE_BYTES < size <= MAX_SMALL_FILE_BYTES]
-        states, answers = bundle._read_states(larger), queue.SimpleQueue[bool]()
+        bundle = Bundle._open(Path(path), "tiny")
+        files, folder = bundle.manifest.files, bundle.path / SEGMENTS_FOLDER
+        names = bundle.list_files(with_compiled=False)
+        larger = [name for name in names if MAX_TINY_FILE_BYTES < files[name].bytes <= MAX_SMALL_FILE_BYTES]
+        states, answers = list_file_states(folder), queue.SimpleQueue[bool]()
 
         def hash_larger() -> None:
             with suppress(Exception):  # `open` raises it again
@@ -187,29 +182,18 @@ class Bundle:
                 answers.put(True)
             answers.put(False)
 
-        # A `threading.Thread` would make the main thread wait for its start.
+        # A `threading.Thread` would make the main thread wait until it has started.
         _thread.start_new_thread(hash_larger, ()) if larger else answers.put(True)
-        failure: Exception | None = None
         try:
             yield bundle
-        except Exception as problem:  # noqa: BLE001 - raised below, unless wrong bytes explain it
-            failure = problem
-        if not answers.get() or bundle._read_states(larger) != states:
-            Bundle.open(path)
-            message = "a file of the bundle changed while it was opened"
-            raise BundleError("N002", message, where=str(path), hint="open it again when no program writes to it")
-        if failure is not None:
-            raise failure
-
-    def _read_states(self, names: Sequence[str]) -> list[tuple[int, ...]] | None:
-        """Return what changes with the bytes of files; None if one cannot be found."""
-        with suppress(OSError):
-            found = [self.file(name).stat() for name in names]
-            return [(item.st_dev, item.st_ino, item.st_size, item.st_mtime_ns, item.st_ctime_ns) for item in found]
-        return None
+        finally:
+            if not answers.get() or list_file_states(folder) != states:
+                Bundle.open(path)
+                message = "its files changed while it was opened"
+                raise BundleError("N002", message, where=str(path), hint="open it when no program writes to it")
 
     @staticmethod
-    def _open(path: Path, check: str) -> Bundle:
+    def _open(path: Path, check: _Hashed) -> Bundle:
         manifest = _read_manifest(path)
         bundle = Bundle(path, manifest)
         try:
@@ -249,7 +233,7 @@ class Bundle:
         is_here = {name: with_compiled and self.file(name).exists() for name in self.compiled_files}
         return [name for name in files if is_here.get(name, True)]
 
-    def check_files(self, *names: str, check: str = "all") -> None:
+    def check_files(self, *names: str, check: _Hashed = "all") -> None:
         """Raise BundleError unless these files are as the compiler wrote them."""
         for name in names:
             _check_file(self.file(name), self.manifest.files[name], check)
@@ -442,7 +426,7 @@ def _parse_manifest(path: Path, file: Path) -> Any:
         raise BundleError("N002", message, where=str(file), hint=DAMAGED_HINT) from None
 
 
-def _check_file(file: Path, record: FileRecord, check: str) -> None:
+def _check_file(file: Path, record: FileRecord, check: _Hashed) -> None:
     """Raise BundleError unless a file has the recorded size and, if `check` demands it, the recorded hash."""
     if not file.is_file():
         reason = "expected a regular file of the bundle" if file.exists() else "this file of the bundle is missing"
@@ -452,12 +436,13 @@ def _check_file(file: Path, record: FileRecord, check: str) -> None:
         message = f"expected {record.bytes} bytes, as the manifest says, got {size}"
         hint = "it was altered or truncated; compile the model again"
         raise BundleError("N002", message, where=str(file), hint=hint)
-    if size <= _MAX_HASHED_BYTES[check] and compute_sha256(file) != record.sha256:
+    limit = MAX_TINY_FILE_BYTES if check == "tiny" else MAX_SMALL_FILE_BYTES
+    if (check == "all" or size <= limit) and compute_sha256(file) != record.sha256:
         message = "this file changed since the compile: its SHA-256 differs"
         raise BundleError("N002", message, where=str(file), hint="it was altered; compile the model again")
 
 
-def _check_link(file: Path, link: LinkRecord, check: Check) -> None:
+def _check_link(file: Path, link: LinkRecord, check: _Hashed) -> None:
     """Raise BundleError if a linked weights file changed since the compile."""
     hint = "compile the model again, or restore the file as it was then"
     if not file.is_file():
