@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from onnxplace.utils.threads import run_in_threads
+from onnxplace.utils.threads import run_in_threads, start_thread
 
 
 def test_results_come_in_the_order_of_the_jobs():
@@ -49,3 +49,55 @@ def test_an_interrupt_while_waiting_stops_all_jobs():
     with pytest.raises(KeyboardInterrupt):
         run_in_threads([interrupt, lambda: stopped.wait(120)], stop=stopped.set)
     assert stopped.is_set()
+
+
+def test_the_own_job_runs_in_this_thread_while_the_others_run():
+    own_has_begun, this = threading.Event(), threading.current_thread()
+
+    def run_here():
+        own_has_begun.set()
+        return threading.current_thread()
+
+    def run_elsewhere():
+        assert own_has_begun.wait(120)
+        return threading.current_thread()
+
+    first, *others = run_in_threads([run_here, run_elsewhere, run_elsewhere], stop=lambda: None, has_own=True)
+    assert first is this
+    assert this not in others
+    assert others[0] is not others[1]
+
+
+@pytest.mark.parametrize("problem", [KeyboardInterrupt, ValueError])
+def test_an_own_job_that_fails_stops_the_others(problem):
+    stopped = threading.Event()
+
+    def fail():
+        raise problem
+
+    with pytest.raises(problem):
+        run_in_threads([fail, lambda: stopped.wait(120)], stop=stopped.set, has_own=True)
+    assert stopped.is_set()
+
+
+@pytest.mark.parametrize("in_main", [True, False])
+def test_several_threads_are_started_at_once_or_the_failure_is_raised(in_main):
+    ran = []
+
+    def start():
+        threads = [threading.Thread(target=ran.append, args=(number,)) for number in range(3)]
+        start_thread(*threads)
+        for thread in threads:
+            thread.join()
+        with pytest.raises(RuntimeError, match="only be started once"):
+            start_thread(threads[0])
+        ran.append("refused")
+
+    if in_main:
+        start()
+    else:
+        thread = threading.Thread(target=start)
+        thread.start()
+        thread.join()
+    assert sorted(ran[:3]) == [0, 1, 2]
+    assert ran[3:] == ["refused"]
