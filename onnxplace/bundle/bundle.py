@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import ValidationError
@@ -44,7 +44,7 @@ from onnxplace.bundle.manifest import (
     ValueRecord,
 )
 from onnxplace.bundle.manifest_checks import DAMAGED_HINT, check_manifest, check_plans
-from onnxplace.errors import BundleError, InputError, TargetError, UsageError, format_count, format_names
+from onnxplace.errors import BundleError, InputError, TargetError, format_count, format_names
 from onnxplace.feeds.feeds import Array, Declared, numpy_type
 from onnxplace.feeds.synthetic import zero_feeds
 from onnxplace.target.kind_table import import_by_path
@@ -69,7 +69,7 @@ MAX_TINY_FILE_BYTES = 256 << 10
 DOUBTFUL_SHARE = 0.05
 
 Check = Literal["small", "all"]
-_Hashed = Literal["tiny", Check]
+HashedFiles = Literal["tiny", Check]
 UNTRUSTED_HINT = "do not trust this bundle; compile the model again"
 # A manifest of 100 000 segments takes about 100 MiB.
 MAX_MANIFEST_BYTES = 256 << 20
@@ -149,51 +149,14 @@ class Bundle:
         return show_bundle(self)
 
     @staticmethod
-    def open(path: str | Path, check: Check = "small") -> Bundle:
+    def open(path: str | Path, check: HashedFiles = "small") -> Bundle:
         """Open a bundle and check its files.
 
         Raises BundleError, naming the file, if anything is missing, altered, unsafe or too new.
 
         >>> Bundle.open("bundle").manifest.predicted.step_seconds  # doctest: +SKIP
         """
-        if check not in get_args(Check):
-            message = f"expected the check 'small' or 'all', got {check!r}"
-            raise UsageError("U001", message, where="load", hint="'small' hashes small files only, 'all' every file")
-        return Bundle._open(Path(path), check)
-
-    @staticmethod
-    @contextmanager
-    def open_while_hashing(path: str | Path) -> Iterator[Bundle]:
-        """Yield a bundle whose larger files, among those that `open` hashes, are hashed during the block.
-
-        The block may open sessions, which may only be used after it: its end waits for the hashes. Raises the errors of
-        `open` before the block or at its end, there in place of the block's own errors, which they explain. Files that
-        changed meanwhile are refused, too: sessions may have read other bytes than were hashed.
-        """
-        bundle = Bundle._open(Path(path), "tiny")
-        files, folder = bundle.manifest.files, bundle.path / SEGMENTS_FOLDER
-        names = bundle.list_files(with_compiled=False)
-        larger = [name for name in names if MAX_TINY_FILE_BYTES < files[name].bytes <= MAX_SMALL_FILE_BYTES]
-        states, answers = list_file_states(folder), queue.SimpleQueue[bool]()
-
-        def hash_larger() -> None:
-            with suppress(Exception):  # `open` raises it again
-                bundle.check_files(*larger, check="small")
-                answers.put(True)
-            answers.put(False)
-
-        # A `threading.Thread` would make the main thread wait until it has started.
-        _thread.start_new_thread(hash_larger, ()) if larger else answers.put(True)
-        try:
-            yield bundle
-        finally:
-            if not answers.get() or list_file_states(folder) != states:
-                Bundle.open(path)
-                message = "its files changed while it was opened"
-                raise BundleError("N002", message, where=str(path), hint="open it when no program writes to it")
-
-    @staticmethod
-    def _open(path: Path, check: _Hashed) -> Bundle:
+        path = Path(path)
         manifest = _read_manifest(path)
         bundle = Bundle(path, manifest)
         try:
@@ -215,6 +178,36 @@ class Bundle:
         check_plans(manifest, [_read_manifest(bundle.file(name)) for name in manifest.plans], path / MANIFEST_FILE)
         return bundle
 
+    @staticmethod
+    @contextmanager
+    def open_while_hashing(path: str | Path) -> Iterator[Bundle]:
+        """Yield a bundle whose larger files, among those that `open` hashes, are hashed during the block.
+
+        The block may open sessions, which may only be used after it: its end waits for the hashes. Raises the errors of
+        `open` before the block or at its end, there in place of the block's own errors, which they explain. Files that
+        changed meanwhile are refused, too: sessions may have read other bytes than were hashed.
+        """
+        bundle = Bundle.open(path, "tiny")
+        files, folder = bundle.manifest.files, bundle.path / SEGMENTS_FOLDER
+        larger = [name for name in files if MAX_TINY_FILE_BYTES < files[name].bytes <= MAX_SMALL_FILE_BYTES]
+        states, answers = list_file_states(folder), queue.SimpleQueue[bool]()
+
+        def hash_larger() -> None:
+            with suppress(Exception):  # `open` raises it again
+                bundle.check_files(*larger, check="small")
+                answers.put(True)
+            answers.put(False)
+
+        # A `threading.Thread` would make the main thread wait until it has started.
+        _thread.start_new_thread(hash_larger, ()) if larger else answers.put(True)
+        try:
+            yield bundle
+        finally:
+            if not answers.get() or list_file_states(folder) != states:
+                Bundle.open(path)
+                message = "its files changed while it was opened"
+                raise BundleError("N002", message, where=str(path), hint="open it when no program writes to it")
+
     def file(self, name: str) -> Path:
         """Return the path of a file in the bundle; raises BundleError if the name leads outside."""
         return self._resolve_inside(self._root, name, "the bundle")
@@ -233,7 +226,7 @@ class Bundle:
         is_here = {name: with_compiled and self.file(name).exists() for name in self.compiled_files}
         return [name for name in files if is_here.get(name, True)]
 
-    def check_files(self, *names: str, check: _Hashed = "all") -> None:
+    def check_files(self, *names: str, check: HashedFiles = "all") -> None:
         """Raise BundleError unless these files are as the compiler wrote them."""
         for name in names:
             _check_file(self.file(name), self.manifest.files[name], check)
@@ -426,7 +419,7 @@ def _parse_manifest(path: Path, file: Path) -> Any:
         raise BundleError("N002", message, where=str(file), hint=DAMAGED_HINT) from None
 
 
-def _check_file(file: Path, record: FileRecord, check: _Hashed) -> None:
+def _check_file(file: Path, record: FileRecord, check: HashedFiles) -> None:
     """Raise BundleError unless a file has the recorded size and, if `check` demands it, the recorded hash."""
     if not file.is_file():
         reason = "expected a regular file of the bundle" if file.exists() else "this file of the bundle is missing"
@@ -442,7 +435,7 @@ def _check_file(file: Path, record: FileRecord, check: _Hashed) -> None:
         raise BundleError("N002", message, where=str(file), hint="it was altered; compile the model again")
 
 
-def _check_link(file: Path, link: LinkRecord, check: _Hashed) -> None:
+def _check_link(file: Path, link: LinkRecord, check: HashedFiles) -> None:
     """Raise BundleError if a linked weights file changed since the compile."""
     hint = "compile the model again, or restore the file as it was then"
     if not file.is_file():

@@ -332,7 +332,7 @@ _loads: ContextVar[_Loads | None] = ContextVar("sessions that are opened togethe
 
 
 def open_in_threads(jobs: Sequence[Callable[[], T]]) -> list[T]:
-    """Run jobs that open sessions at the same time, the first in this thread; return their results.
+    """Run jobs that open sessions at the same time, each in its own thread; return their results.
 
     Raises the OnnxplaceError of the first job in order that has one. After other errors and Ctrl-C, the other jobs give
     up their sessions.
@@ -348,7 +348,7 @@ def open_in_threads(jobs: Sequence[Callable[[], T]]) -> list[T]:
         except OnnxplaceError as problem:
             return problem
 
-    attempts = run_in_threads([partial(copy_context().run, attempt, job) for job in jobs], loads.cancel, has_own=True)
+    attempts = run_in_threads([partial(copy_context().run, attempt, job) for job in jobs], loads.cancel)
     for item in attempts:
         if isinstance(item, OnnxplaceError):
             raise item

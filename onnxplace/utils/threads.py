@@ -10,14 +10,13 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TypeVar
 
 Result = TypeVar("Result")
 
 
-def start_thread(*threads: threading.Thread, meanwhile: Callable[[], object] | None = None) -> None:
-    """Start one thread or several safely, even if a signal interrupts the main thread, which may do more `meanwhile`.
+def start_thread(*threads: threading.Thread) -> None:
+    """Start one thread or several safely, even if a signal interrupts the main thread.
 
     `Thread.start` waits on a `threading.Condition`. An interrupt at a bad moment leaves its lock locked forever, and
     the new thread hangs before it begins. Only the main thread handles signals, so another thread does the waiting.
@@ -27,15 +26,11 @@ def start_thread(*threads: threading.Thread, meanwhile: Callable[[], object] | N
         _thread.start_new_thread(_start_and_report, (threads, problems))
     else:
         _start_and_report(threads, problems)
-    if meanwhile is not None:
-        meanwhile()
     if (problem := problems.get()) is not None:
         raise problem
 
 
-def run_in_threads(
-    jobs: Sequence[Callable[[], Result]], stop: Callable[[], object], *, has_own: bool = False
-) -> list[Result]:
+def run_in_threads(jobs: Sequence[Callable[[], Result]], stop: Callable[[], object]) -> list[Result]:
     """Run jobs at the same time, which do not hold the interpreter's lock; return their results.
 
     Python handles signals in the main thread, between two of its own instructions: where a compiled loop or a solver
@@ -44,7 +39,6 @@ def run_in_threads(
     Args:
         jobs: What to run, each in its own thread.
         stop: Makes the jobs end soon; called on Ctrl-C, and as soon as a job fails.
-        has_own: Whether this thread runs the first job, which Ctrl-C can end, and waits for no other to begin.
 
     >>> run_in_threads([lambda: 1, lambda: 2], stop=lambda: None)
     [1, 2]
@@ -60,9 +54,9 @@ def run_in_threads(
         except BaseException as problem:  # noqa: BLE001 - raised again in the thread that waits
             ends.put(problem)
 
-    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(has_own, len(jobs))]
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(jobs))]
     try:
-        start_thread(*threads, meanwhile=partial(run, 0) if has_own else None)
+        start_thread(*threads)
         for _ in jobs:
             if (problem := ends.get()) is not None:
                 raise problem

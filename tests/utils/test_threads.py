@@ -51,35 +51,6 @@ def test_an_interrupt_while_waiting_stops_all_jobs():
     assert stopped.is_set()
 
 
-def test_the_own_job_runs_in_this_thread_while_the_others_run():
-    own_has_begun, this = threading.Event(), threading.current_thread()
-
-    def run_here():
-        own_has_begun.set()
-        return threading.current_thread()
-
-    def run_elsewhere():
-        assert own_has_begun.wait(120)
-        return threading.current_thread()
-
-    first, *others = run_in_threads([run_here, run_elsewhere, run_elsewhere], stop=lambda: None, has_own=True)
-    assert first is this
-    assert this not in others
-    assert others[0] is not others[1]
-
-
-@pytest.mark.parametrize("problem", [KeyboardInterrupt, ValueError])
-def test_an_own_job_that_fails_stops_the_others(problem):
-    stopped = threading.Event()
-
-    def fail():
-        raise problem
-
-    with pytest.raises(problem):
-        run_in_threads([fail, lambda: stopped.wait(120)], stop=stopped.set, has_own=True)
-    assert stopped.is_set()
-
-
 @pytest.mark.parametrize("in_main", [True, False])
 def test_several_threads_are_started_at_once_or_the_failure_is_raised(in_main):
     ran = []
