@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, NoReturn, get_args
 
@@ -151,9 +152,7 @@ class InferenceSession:
             with open_bundle(path_or_bytes) as opened:
                 others = [name for name in further if name not in FURTHER]
                 options = {name: further.pop(name) for name in others if is_runtime_option(runtime, name)}
-                known = (
-                    [name for options in list_options("runtime_options").values() for name in options] if others else []
-                )
+                known = chain.from_iterable(list_options("runtime_options").values() if others else ())
                 self._arguments = accept_arguments(
                     opened, sess_options, providers, provider_options, further, type(self), known
                 )
