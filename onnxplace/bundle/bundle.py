@@ -148,33 +148,15 @@ class Bundle:
         return show_bundle(self)
 
     @staticmethod
-    def open(path: str | Path, check: HashedFiles = "small") -> Bundle:
+    def open(path: str | Path, check: Check = "small") -> Bundle:
         """Open a bundle and check its files.
 
         Raises BundleError, naming the file, if anything is missing, altered, unsafe or too new.
 
         >>> Bundle.open("bundle").manifest.predicted.step_seconds  # doctest: +SKIP
         """
-        path = Path(path)
-        manifest = _read_manifest(path)
-        bundle = Bundle(path, manifest)
-        try:
-            bundle.check_files(*bundle.list_files(with_compiled=check == "all"), check=check)
-            for name, link in manifest.linked.items():
-                _check_link(bundle.linked_file(name), link, check)
-        except OSError as problem:
-            message = f"a file listed in the manifest cannot be read: {problem.strerror}"
-            raise BundleError("N002", message, where=str(problem.filename or path), hint=DAMAGED_HINT) from None
-        weights = f"{SEGMENTS_FOLDER}/{WEIGHTS_FILE}"
-        models = [item.file for segment in manifest.segments for item in (segment, segment.static) if item]
-        plans = [f"{name}/{MANIFEST_FILE}" for name in manifest.plans]
-        for name in (WHOLE_MODEL_FILE, weights, *models, *plans, *sorted(bundle.compiled_files)):
-            if name not in manifest.files:
-                message = f"expected {name!r} among the files of the manifest"
-                raise BundleError("N002", message, where=str(path / MANIFEST_FILE))
-        check_manifest(manifest, path / MANIFEST_FILE)
-        # Only read here, as a plan may link to itself.
-        check_plans(manifest, [_read_manifest(bundle.file(name)) for name in manifest.plans], path / MANIFEST_FILE)
+        bundle = Bundle(Path(path), _read_manifest(Path(path)))
+        bundle._check(check)
         return bundle
 
     @staticmethod
@@ -186,27 +168,50 @@ class Bundle:
         `open` before the block or at its end, there in place of the block's own errors, which they explain. Files that
         changed meanwhile are refused, too: sessions may have read other bytes than were hashed.
         """
-        bundle = Bundle.open(path, "tiny")
+        bundle = Bundle(Path(path), _read_manifest(Path(path)))
         files, folder = bundle.manifest.files, bundle.path / SEGMENTS_FOLDER
         names = bundle.list_files(with_compiled=False)
         larger = [name for name in names if MAX_TINY_FILE_BYTES < files[name].bytes <= MAX_SMALL_FILE_BYTES]
         states, answers = list_file_states(folder), queue.SimpleQueue[bool]()
 
         def hash_larger() -> None:
+            answers.put(True)
             with suppress(Exception):  # `open` raises it again
                 bundle.check_files(*larger, check="small")
                 answers.put(True)
             answers.put(False)
 
-        # A `threading.Thread` would make the main thread wait until it has started.
-        _thread.start_new_thread(hash_larger, ()) if larger else answers.put(True)
+        # A `threading.Thread` would make the main thread wait for another one, too.
+        _thread.start_new_thread(hash_larger, ()) if larger else hash_larger()
+        answers.get()  # the thread has the interpreter, until it hashes
         try:
+            bundle._check("tiny")
             yield bundle
         finally:
             if not answers.get() or list_file_states(folder) != states:
                 Bundle.open(path)
                 message = "its files changed while it was opened"
                 raise BundleError("N002", message, where=str(path), hint="open it when no program writes to it")
+
+    def _check(self, check: HashedFiles) -> None:
+        path, manifest = self.path, self.manifest
+        try:
+            self.check_files(*self.list_files(with_compiled=check == "all"), check=check)
+            for name, link in manifest.linked.items():
+                _check_link(self.linked_file(name), link, check)
+        except OSError as problem:
+            message = f"a file listed in the manifest cannot be read: {problem.strerror}"
+            raise BundleError("N002", message, where=str(problem.filename or path), hint=DAMAGED_HINT) from None
+        weights = f"{SEGMENTS_FOLDER}/{WEIGHTS_FILE}"
+        models = [item.file for segment in manifest.segments for item in (segment, segment.static) if item]
+        plans = [f"{name}/{MANIFEST_FILE}" for name in manifest.plans]
+        for name in (WHOLE_MODEL_FILE, weights, *models, *plans, *sorted(self.compiled_files)):
+            if name not in manifest.files:
+                message = f"expected {name!r} among the files of the manifest"
+                raise BundleError("N002", message, where=str(path / MANIFEST_FILE))
+        check_manifest(manifest, path / MANIFEST_FILE)
+        # Only read here, as a plan may link to itself.
+        check_plans(manifest, [_read_manifest(self.file(name)) for name in manifest.plans], path / MANIFEST_FILE)
 
     def file(self, name: str) -> Path:
         """Return the path of a file in the bundle; raises BundleError if the name leads outside."""
@@ -466,8 +471,11 @@ def external_data_options(folder: Path) -> dict[str, str]:
 
 
 def compute_sha256(file: Path) -> str:
-    """Return the SHA-256 of a file, without loading it whole."""
+    """Return the SHA-256 of a file, without loading a large one whole."""
     with open(file, "rb", buffering=0) as stream:
+        # At once, as each step waits for the interpreter, which the thread that opens sessions has.
+        if os.fstat(stream.fileno()).st_size <= MAX_SMALL_FILE_BYTES:
+            return hashlib.sha256(stream.read()).hexdigest()
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
