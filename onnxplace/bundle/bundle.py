@@ -172,7 +172,7 @@ class Bundle:
         files, folder = bundle.manifest.files, bundle.path / SEGMENTS_FOLDER
         names = bundle.list_files(with_compiled=False)
         larger = [name for name in names if MAX_TINY_FILE_BYTES < files[name].bytes <= MAX_SMALL_FILE_BYTES]
-        states, answers = list_file_states(folder), queue.SimpleQueue[bool]()
+        states, answers = larger and list_file_states(folder), queue.SimpleQueue[bool]()
 
         def hash_larger() -> None:
             answers.put(True)
@@ -188,7 +188,7 @@ class Bundle:
             bundle._check("tiny")
             yield bundle
         finally:
-            if not answers.get() or list_file_states(folder) != states:
+            if not answers.get() or (larger and list_file_states(folder)) != states:
                 Bundle.open(path)
                 message = "its files changed while it was opened"
                 raise BundleError("N002", message, where=str(path), hint="open it when no program writes to it")
