@@ -14,14 +14,17 @@ folder.
 
 from __future__ import annotations
 
+import _thread
 import hashlib
 import os
+import queue
 import re
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import ValidationError
@@ -40,13 +43,13 @@ from onnxplace.bundle.manifest import (
     ValueRecord,
 )
 from onnxplace.bundle.manifest_checks import DAMAGED_HINT, check_manifest, check_plans
-from onnxplace.errors import BundleError, InputError, TargetError, UsageError, format_count, format_names
+from onnxplace.errors import BundleError, InputError, TargetError, format_count, format_names
 from onnxplace.feeds.feeds import Array, Declared, numpy_type
 from onnxplace.feeds.synthetic import zero_feeds
 from onnxplace.target.kind_table import import_by_path
 from onnxplace.target.target import Target
 from onnxplace.utils.file_locks import find_moved_aside
-from onnxplace.utils.files import format_path, open_input, parse_json, suggest_file
+from onnxplace.utils.files import format_path, list_file_states, open_input, parse_json, suggest_file
 from onnxplace.utils.groups import group_pairs
 from onnxplace.utils.quantities import format_bytes, format_first, format_milliseconds, format_object
 
@@ -58,11 +61,14 @@ WHOLE_MODEL_FILE = f"{SEGMENTS_FOLDER}/whole.onnx"
 WEIGHTS_FILE = "weights.bin"
 # Files up to this size are hashed whenever a bundle is opened; larger ones only with check="all".
 MAX_SMALL_FILE_BYTES = 16 << 20
+# Files up to this size are hashed before sessions open: it takes no longer than to let another thread do it.
+MAX_TINY_FILE_BYTES = 256 << 10
 
 # A trial is unsure beyond this share of waiting or drift; otherwise the doubt is one of costs.
 DOUBTFUL_SHARE = 0.05
 
 Check = Literal["small", "all"]
+HashedFiles = Literal["tiny", Check]
 UNTRUSTED_HINT = "do not trust this bundle; compile the model again"
 # A manifest of 100 000 segments takes about 100 MiB.
 MAX_MANIFEST_BYTES = 256 << 20
@@ -149,30 +155,63 @@ class Bundle:
 
         >>> Bundle.open("bundle").manifest.predicted.step_seconds  # doctest: +SKIP
         """
-        if check not in get_args(Check):
-            message = f"expected the check 'small' or 'all', got {check!r}"
-            raise UsageError("U001", message, where="load", hint="'small' hashes small files only, 'all' every file")
-        path = Path(path)
-        manifest = _read_manifest(path)
-        bundle = Bundle(path, manifest)
+        bundle = Bundle(Path(path), _read_manifest(Path(path)))
+        bundle._check(check)
+        return bundle
+
+    @staticmethod
+    @contextmanager
+    def open_while_hashing(path: str | Path) -> Iterator[Bundle]:
+        """Yield a bundle whose larger files, among those that `open` hashes, are hashed during the block.
+
+        The block may open sessions, which may only be used after it: its end waits for the hashes. Raises the errors of
+        `open` before the block or at its end, there in place of the block's own errors, which they explain. Files that
+        changed meanwhile are refused, too: sessions may have read other bytes than were hashed.
+        """
+        bundle = Bundle(Path(path), _read_manifest(Path(path)))
+        files, folder = bundle.manifest.files, bundle.path / SEGMENTS_FOLDER
+        names = bundle.list_files(with_compiled=False)
+        larger = [name for name in names if MAX_TINY_FILE_BYTES < files[name].bytes <= MAX_SMALL_FILE_BYTES]
+        states, answers = larger and list_file_states(folder), queue.SimpleQueue[bool]()
+
+        def hash_larger() -> None:
+            answers.put(True)
+            with suppress(Exception):  # `open` raises it again
+                bundle.check_files(*larger, check="small")
+                answers.put(True)
+            answers.put(False)
+
+        # A `threading.Thread` would make the main thread wait for another one, too.
+        _thread.start_new_thread(hash_larger, ()) if larger else hash_larger()
+        answers.get()  # the thread has the interpreter, until it hashes
         try:
-            bundle.check_files(*bundle.list_files(with_compiled=check == "all"), check=check)
+            bundle._check("tiny")
+            yield bundle
+        finally:
+            if not answers.get() or (larger and list_file_states(folder)) != states:
+                Bundle.open(path)
+                message = "its files changed while it was opened"
+                raise BundleError("N002", message, where=str(path), hint="open it when no program writes to it")
+
+    def _check(self, check: HashedFiles) -> None:
+        path, manifest = self.path, self.manifest
+        try:
+            self.check_files(*self.list_files(with_compiled=check == "all"), check=check)
             for name, link in manifest.linked.items():
-                _check_link(bundle.linked_file(name), link, check)
+                _check_link(self.linked_file(name), link, check)
         except OSError as problem:
             message = f"a file listed in the manifest cannot be read: {problem.strerror}"
             raise BundleError("N002", message, where=str(problem.filename or path), hint=DAMAGED_HINT) from None
         weights = f"{SEGMENTS_FOLDER}/{WEIGHTS_FILE}"
         models = [item.file for segment in manifest.segments for item in (segment, segment.static) if item]
         plans = [f"{name}/{MANIFEST_FILE}" for name in manifest.plans]
-        for name in (WHOLE_MODEL_FILE, weights, *models, *plans, *sorted(bundle.compiled_files)):
+        for name in (WHOLE_MODEL_FILE, weights, *models, *plans, *sorted(self.compiled_files)):
             if name not in manifest.files:
                 message = f"expected {name!r} among the files of the manifest"
                 raise BundleError("N002", message, where=str(path / MANIFEST_FILE))
         check_manifest(manifest, path / MANIFEST_FILE)
         # Only read here, as a plan may link to itself.
-        check_plans(manifest, [_read_manifest(bundle.file(name)) for name in manifest.plans], path / MANIFEST_FILE)
-        return bundle
+        check_plans(manifest, [_read_manifest(self.file(name)) for name in manifest.plans], path / MANIFEST_FILE)
 
     def file(self, name: str) -> Path:
         """Return the path of a file in the bundle; raises BundleError if the name leads outside."""
@@ -192,7 +231,7 @@ class Bundle:
         is_here = {name: with_compiled and self.file(name).exists() for name in self.compiled_files}
         return [name for name in files if is_here.get(name, True)]
 
-    def check_files(self, *names: str, check: Check = "all") -> None:
+    def check_files(self, *names: str, check: HashedFiles = "all") -> None:
         """Raise BundleError unless these files are as the compiler wrote them."""
         for name in names:
             _check_file(self.file(name), self.manifest.files[name], check)
@@ -237,7 +276,7 @@ class Bundle:
         """Return the session options by which ONNX Runtime finds linked weights."""
         return external_data_options(self.link_root) if self.manifest.linked else {}
 
-    @property
+    @cached_property
     def target(self) -> Target:
         """Return the devices and links that the bundle was compiled for."""
         return self.manifest.target.target()
@@ -366,13 +405,13 @@ _VERSION_PATTERN = re.compile(r"[0-9]{1,6}\.[0-9]{1,6}")
 def _parse_manifest(path: Path, file: Path) -> Any:
     """Return a manifest's JSON; raises BundleError if the file is not JSON or lies outside the bundle."""
     try:
-        if not file.resolve().is_relative_to(path.resolve()):
+        if os.path.islink(file) and not file.resolve().is_relative_to(path.resolve()):
             raise BundleError("N002", "it is a link out of the bundle", where=str(file), hint=UNTRUSTED_HINT)
         with open_input(file, "N002") as stream:
             if (size := os.fstat(stream.fileno()).st_size) > MAX_MANIFEST_BYTES:
                 message = f"expected at most {MAX_MANIFEST_BYTES} bytes, got {size}"
                 raise BundleError("N002", message, where=str(file), hint=UNTRUSTED_HINT)
-            return parse_json(stream.read(MAX_MANIFEST_BYTES), "N002", "a manifest", str(file))
+            return parse_json(stream.read(size), "N002", "a manifest", str(file))
     except BundleError:
         raise
     except InputError as problem:
@@ -383,7 +422,7 @@ def _parse_manifest(path: Path, file: Path) -> Any:
         raise BundleError("N002", message, where=str(file), hint=DAMAGED_HINT) from None
 
 
-def _check_file(file: Path, record: FileRecord, check: Check) -> None:
+def _check_file(file: Path, record: FileRecord, check: HashedFiles) -> None:
     """Raise BundleError unless a file has the recorded size and, if `check` demands it, the recorded hash."""
     if not file.is_file():
         reason = "expected a regular file of the bundle" if file.exists() else "this file of the bundle is missing"
@@ -393,12 +432,13 @@ def _check_file(file: Path, record: FileRecord, check: Check) -> None:
         message = f"expected {record.bytes} bytes, as the manifest says, got {size}"
         hint = "it was altered or truncated; compile the model again"
         raise BundleError("N002", message, where=str(file), hint=hint)
-    if (check == "all" or size <= MAX_SMALL_FILE_BYTES) and compute_sha256(file) != record.sha256:
+    limit = MAX_TINY_FILE_BYTES if check == "tiny" else MAX_SMALL_FILE_BYTES
+    if (check == "all" or size <= limit) and compute_sha256(file) != record.sha256:
         message = "this file changed since the compile: its SHA-256 differs"
         raise BundleError("N002", message, where=str(file), hint="it was altered; compile the model again")
 
 
-def _check_link(file: Path, link: LinkRecord, check: Check) -> None:
+def _check_link(file: Path, link: LinkRecord, check: HashedFiles) -> None:
     """Raise BundleError if a linked weights file changed since the compile."""
     hint = "compile the model again, or restore the file as it was then"
     if not file.is_file():
@@ -431,8 +471,11 @@ def external_data_options(folder: Path) -> dict[str, str]:
 
 
 def compute_sha256(file: Path) -> str:
-    """Return the SHA-256 of a file, without loading it whole."""
-    with file.open("rb") as stream:
+    """Return the SHA-256 of a file, without loading a large one whole."""
+    with open(file, "rb", buffering=0) as stream:
+        # At once, as each step waits for the interpreter, which the thread that opens sessions has.
+        if os.fstat(stream.fileno()).st_size <= MAX_SMALL_FILE_BYTES:
+            return hashlib.sha256(stream.read()).hexdigest()
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 

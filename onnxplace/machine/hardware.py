@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,8 +65,12 @@ def divide_cores(count: int) -> list[int]:
 
 def find_node(core: int) -> int:
     """Return the number of the node of memory that is near a core; 0 where the system does not say."""
-    nodes = (CORES_FOLDER / f"cpu{core}").glob("node[0-9]*")
-    return min((int(path.name.removeprefix("node")) for path in nodes), default=0)
+    return _read_node(CORES_FOLDER / f"cpu{core}")
+
+
+@cache  # it never changes, and listing it for many cores takes as long as opening a small bundle
+def _read_node(folder: Path) -> int:
+    return min((int(path.name.removeprefix("node")) for path in folder.glob("node[0-9]*")), default=0)
 
 
 def assign_cores(sizes: Sequence[int]) -> list[tuple[int, ...]]:

@@ -17,7 +17,7 @@ from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from onnxplace.errors import ExecutionError, ModelError, OnnxplaceError, format_one_line, format_value
 from onnxplace.machine.interrupts import interruptible
@@ -349,10 +349,10 @@ def open_in_threads(jobs: Sequence[Callable[[], T]]) -> list[T]:
             return problem
 
     attempts = run_in_threads([partial(copy_context().run, attempt, job) for job in jobs], loads.cancel)
-    results = [item for item in attempts if not isinstance(item, OnnxplaceError)]
-    if len(results) < len(jobs):
-        raise next(item for item in attempts if isinstance(item, OnnxplaceError))
-    return results
+    for item in attempts:
+        if isinstance(item, OnnxplaceError):
+            raise item
+    return cast("list[T]", attempts)
 
 
 def is_foreign_error(problem: Exception) -> bool:

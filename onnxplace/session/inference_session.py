@@ -8,10 +8,12 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, get_args
 
 import numpy as np
 
@@ -62,6 +64,9 @@ def load(path: str | Path, check: Check = "small") -> Bundle:
     >>> load("model.bundle").manifest.placer  # doctest: +SKIP
     'auto'
     """
+    if check not in get_args(Check):
+        message = f"expected the check 'small' or 'all', got {check!r}"
+        raise UsageError("U001", message, where="load", hint="'small' hashes small files only, 'all' every file")
     return Bundle.open(path, check)
 
 
@@ -143,21 +148,24 @@ class InferenceSession:
         **further: Any,
     ) -> None:
         max_in_flight = check_in_flight(max_in_flight, "max_in_flight")
-        opened = open_bundle(path_or_bytes)
-        others = [name for name in further if name not in FURTHER]
-        options = {name: further.pop(name) for name in others if is_runtime_option(runtime, name)}
-        known = [name for options in list_options("runtime_options").values() for name in options] if others else []
-        self._arguments = accept_arguments(
-            opened, sess_options, providers, provider_options, further, type(self), known
-        )
-        trace = trace or self._arguments.profile_prefix is not None
-        created = create_runtime(runtime, fallback=fallback, isolate=isolate or None, **options)
-        if opened.manifest.states and not created.keeps_state:
-            hint = "use --runtime onnxruntime, or compile without --state"
-            raise UsageError("U045", f"runtime {runtime!r} keeps no states", where=str(opened.path), hint=hint)
-        with use_custom_operators(custom_op_libraries):
-            session = open_serving_session(opened, created, trace, max_in_flight, batching, warmup)
-            self._attach(opened, session, TraceRecorder() if trace else None, is_batched=batching is not None)
+        with ExitStack() as failure:
+            with open_bundle(path_or_bytes) as opened:
+                others = [name for name in further if name not in FURTHER]
+                options = {name: further.pop(name) for name in others if is_runtime_option(runtime, name)}
+                known = chain.from_iterable(list_options("runtime_options").values() if others else ())
+                self._arguments = accept_arguments(
+                    opened, sess_options, providers, provider_options, further, type(self), known
+                )
+                trace = trace or self._arguments.profile_prefix is not None
+                created = create_runtime(runtime, fallback=fallback, isolate=isolate or None, **options)
+                if opened.manifest.states and not created.keeps_state:
+                    hint = "use --runtime onnxruntime, or compile without --state"
+                    raise UsageError("U045", f"runtime {runtime!r} keeps no states", where=str(opened.path), hint=hint)
+                with use_custom_operators(custom_op_libraries):
+                    session = open_serving_session(opened, created, trace, max_in_flight, batching, warmup)
+                failure.callback(session.abandon)  # if the hash of a file turns out to be wrong
+            failure.pop_all()
+        self._attach(opened, session, TraceRecorder() if trace else None, is_batched=batching is not None)
 
     def _attach(
         self, bundle: Bundle, session: RuntimeSession, recorder: TraceRecorder | None, *, is_batched: bool = False

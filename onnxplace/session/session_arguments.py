@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,13 +41,17 @@ class SessionArguments:
     """Arguments without an effect."""
 
 
-def open_bundle(path_or_bytes: Any) -> Bundle:
-    """Open the bundle at a path; returns a Bundle as it is.
+@contextmanager
+def open_bundle(path_or_bytes: Any) -> Iterator[Bundle]:
+    """Yield the bundle at a path, or a Bundle as it is; what is opened with it may only be used after the block.
+
+    Larger files are hashed during the block: see `Bundle.open_while_hashing`.
 
     Raises BundleError for the bytes or the file of a model, and UsageError, also a TypeError, for anything else.
     """
     if isinstance(path_or_bytes, Bundle):
-        return path_or_bytes
+        yield path_or_bytes
+        return
     if isinstance(path_or_bytes, (bytes, bytearray)):
         message = f"expected the folder of a bundle, got {len(path_or_bytes)} bytes"
         hint = "compile the model first: onnxplace.compile(onnx.load_from_string(data), 'model.bundle')"
@@ -56,7 +61,8 @@ def open_bundle(path_or_bytes: Any) -> Bundle:
         raise argument_error(TypeError, message, where="path_or_bytes")
     path = Path(os.fspath(path_or_bytes))
     try:
-        return Bundle.open(path)
+        with Bundle.open_while_hashing(path) as bundle:
+            yield bundle
     except BundleError as error:
         match_onnxruntime(error, "" if os.path.exists(path) else "NoSuchFile")
         raise

@@ -15,17 +15,17 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 
-def start_thread(thread: threading.Thread) -> None:
-    """Start a thread safely, even if a signal interrupts the main thread.
+def start_thread(*threads: threading.Thread) -> None:
+    """Start one thread or several safely, even if a signal interrupts the main thread.
 
     `Thread.start` waits on a `threading.Condition`. An interrupt at a bad moment leaves its lock locked forever, and
     the new thread hangs before it begins. Only the main thread handles signals, so another thread does the waiting.
     """
-    if threading.current_thread() is not threading.main_thread():
-        thread.start()
-        return
     problems: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-    _thread.start_new_thread(_start_and_report, (thread, problems))
+    if threading.current_thread() is threading.main_thread():
+        _thread.start_new_thread(_start_and_report, (threads, problems))
+    else:
+        _start_and_report(threads, problems)
     if (problem := problems.get()) is not None:
         raise problem
 
@@ -56,8 +56,7 @@ def run_in_threads(jobs: Sequence[Callable[[], Result]], stop: Callable[[], obje
 
     threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(jobs))]
     try:
-        for thread in threads:
-            start_thread(thread)
+        start_thread(*threads)
         for _ in jobs:
             if (problem := ends.get()) is not None:
                 raise problem
@@ -71,12 +70,13 @@ def run_in_threads(jobs: Sequence[Callable[[], Result]], stop: Callable[[], obje
     return [results[index] for index in range(len(jobs))]
 
 
-def _start_and_report(thread: threading.Thread, problems: queue.SimpleQueue[BaseException | None]) -> None:
-    """Start a thread; put the exception, or None, into `problems`."""
+def _start_and_report(threads: Sequence[threading.Thread], problems: queue.SimpleQueue[BaseException | None]) -> None:
+    """Start threads; put the exception, or None, into `problems`."""
     try:
-        thread.start()
+        for thread in threads:
+            thread.start()
         problems.put(None)
-    except BaseException as problem:  # noqa: BLE001 - raised again in the main thread
+    except BaseException as problem:  # noqa: BLE001 - raised again in the thread that waits
         problems.put(problem)
 
 

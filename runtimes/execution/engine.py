@@ -154,8 +154,7 @@ class Engine(WorkLoop):
         OPEN_ENGINES.add(self)
         try:
             require_interpreter()  # from here on `close_all_engines` finds this engine
-            for worker in self._workers:
-                start_thread(worker)
+            start_thread(*self._workers)
         except BaseException:
             self.abandon()
             raise

@@ -13,6 +13,7 @@ from hypothesis import given, settings, strategies as st
 from onnx import ModelProto, helper, numpy_helper, parser
 
 import onnxplace
+from onnxplace.bundle import bundle as bundle_module
 from onnxplace.machine.hardware import describe_optimiser
 from onnxplace.runtimes.execution import segments as segments_module
 
@@ -104,6 +105,21 @@ def test_elsewhere_a_segment_opens_as_it_is(
         monkeypatch.setattr(segments_module, "uses_optimisations", lambda: False)
     run(onnxplace.load(bundle.path))
     assert opened == ["cpu0-000.onnx"]
+
+
+@pytest.mark.parametrize("is_damaged", [True, False])
+def test_a_large_optimised_model_may_be_damaged_or_missing(
+    tmp_path: Path, opened: list[str], monkeypatch: pytest.MonkeyPatch, is_damaged: bool
+) -> None:
+    bundle = compile_model(convolution(), tmp_path)
+    file = bundle.file(bundle.manifest.segments[0].optimised)
+    monkeypatch.setattr(bundle_module, "MAX_TINY_FILE_BYTES", 0)  # hashed while sessions open, if at all
+    if is_damaged:
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+    else:
+        file.unlink()
+    with onnxplace.InferenceSession(bundle.path):
+        assert opened == ["cpu0-000.onnx"]
 
 
 @pytest.mark.parametrize(

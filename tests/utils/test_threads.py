@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from onnxplace.utils.threads import run_in_threads
+from onnxplace.utils.threads import run_in_threads, start_thread
 
 
 def test_results_come_in_the_order_of_the_jobs():
@@ -49,3 +49,26 @@ def test_an_interrupt_while_waiting_stops_all_jobs():
     with pytest.raises(KeyboardInterrupt):
         run_in_threads([interrupt, lambda: stopped.wait(120)], stop=stopped.set)
     assert stopped.is_set()
+
+
+@pytest.mark.parametrize("in_main", [True, False])
+def test_several_threads_are_started_at_once_or_the_failure_is_raised(in_main):
+    ran = []
+
+    def start():
+        threads = [threading.Thread(target=ran.append, args=(number,)) for number in range(3)]
+        start_thread(*threads)
+        for thread in threads:
+            thread.join()
+        with pytest.raises(RuntimeError, match="only be started once"):
+            start_thread(threads[0])
+        ran.append("refused")
+
+    if in_main:
+        start()
+    else:
+        thread = threading.Thread(target=start)
+        thread.start()
+        thread.join()
+    assert sorted(ran[:3]) == [0, 1, 2]
+    assert ran[3:] == ["refused"]
