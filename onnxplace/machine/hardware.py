@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 # Where the system tells the node of each core: tests have others.
 CORES_FOLDER = Path("/sys/devices/system/cpu")
 # Memory of a process that runs bundles, before it has a model: Python, packages, ONNX Runtime (benchmarks/memory.py).
-RUNTIME_BYTES = 141 << 20
+RUNTIME_BYTES = 82 << 20
 # Share of the memory that stays free for what a schedule does not count: structures of the sessions, holes in the
 # arena, weights that several segments of a device copy, other programs (docs/measurements.md).
 HEADROOM_SHARE = 0.10
