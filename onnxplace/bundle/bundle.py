@@ -19,12 +19,12 @@ import hashlib
 import os
 import queue
 import re
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from pydantic import ValidationError
@@ -43,13 +43,13 @@ from onnxplace.bundle.manifest import (
     ValueRecord,
 )
 from onnxplace.bundle.manifest_checks import DAMAGED_HINT, check_manifest, check_plans
-from onnxplace.errors import BundleError, InputError, TargetError, format_count, format_names
+from onnxplace.errors import BundleError, InputError, TargetError, UsageError, format_count, format_names
 from onnxplace.feeds.feeds import Array, Declared, numpy_type
 from onnxplace.feeds.synthetic import zero_feeds
 from onnxplace.target.kind_table import import_by_path
 from onnxplace.target.target import Target
 from onnxplace.utils.file_locks import find_moved_aside
-from onnxplace.utils.files import format_path, list_file_states, open_input, parse_json, suggest_file
+from onnxplace.utils.files import format_path, open_input, parse_json, suggest_file
 from onnxplace.utils.groups import group_pairs
 from onnxplace.utils.quantities import format_bytes, format_first, format_milliseconds, format_object
 
@@ -155,6 +155,9 @@ class Bundle:
 
         >>> Bundle.open("bundle").manifest.predicted.step_seconds  # doctest: +SKIP
         """
+        if check not in get_args(Check):
+            message = f"expected the check 'small' or 'all', got {check!r}"
+            raise UsageError("U001", message, where="load", hint="'small' hashes small files only, 'all' every file")
         bundle = Bundle(Path(path), _read_manifest(Path(path)))
         bundle._check(check)
         return bundle
@@ -169,10 +172,9 @@ class Bundle:
         changed meanwhile are refused, too: sessions may have read other bytes than were hashed.
         """
         bundle = Bundle(Path(path), _read_manifest(Path(path)))
-        files, folder = bundle.manifest.files, bundle.path / SEGMENTS_FOLDER
-        names = bundle.list_files(with_compiled=False)
+        files, names = bundle.manifest.files, bundle.list_files(with_compiled=False)
         larger = [name for name in names if MAX_TINY_FILE_BYTES < files[name].bytes <= MAX_SMALL_FILE_BYTES]
-        states, answers = larger and list_file_states(folder), queue.SimpleQueue[bool]()
+        states, answers = bundle._read_states(larger), queue.SimpleQueue[bool]()
 
         def hash_larger() -> None:
             answers.put(True)
@@ -184,14 +186,26 @@ class Bundle:
         # A `threading.Thread` would make the main thread wait for another one, too.
         _thread.start_new_thread(hash_larger, ()) if larger else hash_larger()
         answers.get()  # the thread has the interpreter, until it hashes
-        try:
-            bundle._check("tiny")
-            yield bundle
-        finally:
-            if not answers.get() or (larger and list_file_states(folder)) != states:
+
+        def require_hashed() -> None:
+            if not answers.get() or bundle._read_states(larger) != states:
                 Bundle.open(path)
                 message = "its files changed while it was opened"
                 raise BundleError("N002", message, where=str(path), hint="open it when no program writes to it")
+
+        try:
+            bundle._check("tiny")
+            yield bundle
+        except Exception:  # no interrupts, which do not wait
+            require_hashed()
+            raise
+        require_hashed()
+
+    def _read_states(self, names: Sequence[str]) -> list[tuple[int, int, int]]:
+        """Return what changes with each of these files; nothing if one is missing."""
+        with suppress(OSError):
+            return [(s.st_ino, s.st_size, s.st_mtime_ns) for s in map(os.stat, map(self.file, names))]
+        return []
 
     def _check(self, check: HashedFiles) -> None:
         path, manifest = self.path, self.manifest

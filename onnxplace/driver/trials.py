@@ -217,9 +217,11 @@ class _Trials:
                 kept, rate = runnable[0].with_notes(replace(problem, message=message, where=where)), None
             elif comparison == "steps":
                 kept, rate = self._compare_steps(runnable), None
+                self.sessions.close_all()  # the others take memory
             else:
                 kept, rate = self._compare_rates(runnable)
         except (OnnxplaceError, OSError):  # for example a full disk; the trial of the first one reports its own failure
+            self.sessions.close_all()
             return first, None
         return kept if kept.strategy is first.strategy else kept.with_notes(*report_idle_devices(kept.state)), rate
 
@@ -303,6 +305,8 @@ class _Trials:
                 return several, step
             *others, one = run_trials(bundles, self._feeds, cached=self._cache, plain=True, sessions=self.sessions)
         except (OnnxplaceError, OSError):  # for example, nodes are pinned to two devices
+            return several, step
+        if is_shown and not one.plain:  # nothing tells how the machine's speed changed
             return several, step
         if others:
             step = others[0]

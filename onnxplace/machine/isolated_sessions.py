@@ -40,7 +40,6 @@ from onnxplace.machine.ort_sessions import (
 from onnxplace.machine.ort_values import make_array_runner, to_ort_value, to_python
 from onnxplace.target.device_kinds import DeviceAddress
 from onnxplace.target.kind_table import is_isolated
-from onnxplace.utils.files import list_file_states
 from onnxplace.utils.ort import import_onnxruntime
 from onnxplace.utils.subprocesses import start_child
 from onnxplace.utils.threads import start_thread
@@ -385,7 +384,11 @@ def open_session(
 
 def _list_file_states(source: str | bytes) -> list[tuple[object, ...]]:
     """Return what changes with each file in the folder of a model, which has its weights, too."""
-    return [] if isinstance(source, bytes) else list_file_states(os.path.dirname(source))
+    if isinstance(source, bytes):
+        return []
+    with suppress(OSError), os.scandir(os.path.dirname(source)) as entries:
+        return sorted((i.name, (s := i.stat()).st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for i in entries)
+    return []
 
 
 def find_processes(owner: str) -> list[DeviceProcess]:

@@ -169,6 +169,11 @@ class TrialSessions(ExitStack):
             self.opened[key] = _TrialSession(self.enter_context(create()), step)
         return self.opened[key]
 
+    def close_all(self) -> None:
+        """Close what is open, such as bundles that are not kept, or of which one failed."""
+        self.close()
+        self.opened.clear()
+
 
 def run_trials(
     bundles: Sequence[Bundle],

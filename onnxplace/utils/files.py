@@ -15,7 +15,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -269,13 +268,6 @@ def suggest_file(missing: Path) -> str:
         return f"did you mean {near[0]!r}?"
     similar = [name for name in names if Path(name).suffix == missing.suffix != ""]
     return f"known: {format_names(similar, quoted=False)}" if similar else ""
-
-
-def list_file_states(folder: str | Path) -> list[tuple[object, ...]]:
-    """Return what changes with each file in a folder; nothing if it cannot be listed."""
-    with suppress(OSError), os.scandir(folder) as entries:
-        return sorted((i.name, (s := i.stat()).st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for i in entries)
-    return []
 
 
 def parse_json(data: bytes | str, code: str, what: str, where: str) -> Any:

@@ -181,6 +181,7 @@ class Engine(WorkLoop):
         request = None if future else self.idle_requests.pop("", None)
         if request is not None and request.failure is None:
             request.feeds, request.conversation, request.callers_device = feeds, conversation, ""
+            request.current_steps = {}
             request.start_time = time.perf_counter()
             return request
         self._require_own_process()  # before any use of ONNX Runtime, whose locks may be held
@@ -270,7 +271,8 @@ class Engine(WorkLoop):
             self._wake()
         result = Result(dict(zip(self._lone_outputs, arrays)), (), time.perf_counter() - request.start_time)
         request.feeds = {}  # the arrays belong to the caller
-        self.idle_requests[""] = request  # last, as no interrupt may end it there
+        if request.conversation is self.own_states:  # others may be closed, with all of their requests
+            self.idle_requests[""] = request  # last, as no interrupt may end it there
         return result
 
     def _admit(self, request: Request, callers_device: PlacedDevice | None, deadline: float | None) -> None:

@@ -155,6 +155,15 @@ def test_the_seconds_of_a_result_are_those_of_its_own_run(session):
     assert 0 < seconds[1] < seconds[0]
 
 
+def test_a_finished_request_holds_no_arrays_and_none_of_a_conversation_is_used_again(session):
+    idle = session._session.engine.idle_requests
+    with session.conversation() as conversation:
+        conversation.run(None, feeds(2))
+        assert not idle  # closing a conversation ends its requests
+    session.run(None, feeds(2))
+    assert [dict(request.feeds) for request in idle.values()] == [{}]
+
+
 def test_conversations_run_alone_too(session, lone_runs):
     with session.conversation() as conversation:
         assert_expected(conversation.run(None, feeds(2)), 2)

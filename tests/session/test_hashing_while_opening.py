@@ -121,6 +121,25 @@ def test_wrong_bytes_explain_another_failure(bundle_copy, is_right, kind):
         raise ZeroDivisionError
 
 
+@pytest.mark.usefixtures("all_larger")
+def test_an_interrupt_is_not_replaced_by_a_wrong_hash(bundle_copy):
+    flip(bundle_copy / WEIGHTS)
+    with pytest.raises(KeyboardInterrupt), Bundle.open_while_hashing(bundle_copy):
+        raise KeyboardInterrupt
+
+
+@pytest.mark.usefixtures("all_larger")
+def test_other_files_may_come_meanwhile(bundle_copy):
+    with Bundle.open_while_hashing(bundle_copy):
+        (bundle_copy / "segments" / "new").write_text("of another program")
+        (bundle_copy / WEIGHTS).chmod(0o600)
+
+
+def test_files_are_hashed_in_two_ways_only(bundle_copy):
+    with pytest.raises(onnxplace.UsageError, match="U001.*'tiny'"):
+        Bundle.open(bundle_copy, check="tiny")
+
+
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory):
     """A small bundle to damage, a copy of it, and the names of its files that are not empty."""
