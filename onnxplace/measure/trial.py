@@ -61,9 +61,10 @@ from onnxplace.utils.progress import report_progress
 
 # Clocks, caches and sessions settle within this time, or within one step.
 WARM_UP_SECONDS = 0.05
-# Repeat until the median is sure, or more steps do not make it surer; stop after `max_runs` steps, or these seconds.
-# Where bundles are compared, there are at least `SURE_RUNS` steps, and more if the user wants to be sure.
-REPEAT_POLICY, SURE_RUNS = RepeatPolicy(max_runs=2000, seconds=0.9, tolerance=0.02), 5
+# Repeat until the median is sure, or more steps do not make it surer; stop after `max_runs` steps, or these seconds of
+# all sessions together. Where bundles are compared, there are at least `SURE_RUNS` steps, and more if the user wants to
+# be sure.
+REPEAT_POLICY, SURE_RUNS = RepeatPolicy(max_runs=2000, seconds=1.8, tolerance=0.02), 5
 THOROUGH_SECONDS, THOROUGH_RUNS = 6.0, 9
 # Bundles take turns of this time. Reading how long threads waited takes longer than a small step, so it is done once
 # per turn.

@@ -136,7 +136,7 @@ def test_other_files_may_come_meanwhile(bundle_copy):
 
 
 def test_files_are_hashed_in_two_ways_only(bundle_copy):
-    with pytest.raises(onnxplace.UsageError, match="U001.*'tiny'"):
+    with pytest.raises(onnxplace.UsageError, match=r"U001.*'tiny'"):
         Bundle.open(bundle_copy, check="tiny")
 
 
