@@ -151,9 +151,8 @@ class _Trials:
             with progress_part(1, 2):
                 if _find_faster_device(kept, step.step_seconds, step):
                     kept, step = self._compare_with(kept, step, "alone", _place_on_one_device)
-                # Other programs slow several devices more than one session, and overheads hide what is shorter.
-                is_judged = not step.is_doubtful and step.step_seconds > MIN_JUDGED_SECONDS
-                least = CLEAR_ONE_DEVICE_RATIO * step.step_seconds if is_judged else 0.0
+                # Overheads hide what is shorter.
+                least = _find_clear_ratio(step) * step.step_seconds if step.step_seconds > MIN_JUDGED_SECONDS else 0.0
                 if step.plain and step.plain.all_cores_seconds < least:
                     kept, step = self._compare_with(kept, step, "all", _place_on_all_cores)
         return kept, step, rate
@@ -310,7 +309,7 @@ class _Trials:
             return several, step
         if others:
             step = others[0]
-        if place is _place_on_all_cores and (step.is_doubtful or one.is_doubtful):
+        if place is _place_on_all_cores and one.step_seconds > _find_clear_ratio(step, one) * step.step_seconds:
             return several, step
         self.has_compared_one_device = True
         several_seconds = step.step_seconds
@@ -327,6 +326,17 @@ class _Trials:
         placer = several.state[Placement].placer
         note = Diagnostic("P042", message, where=placer, figures=figures)
         return single.with_notes(note, *report_idle_devices(single.state)), one
+
+
+def _find_clear_ratio(*trials: Trial) -> float:
+    """Return the ratio of steps below which one session on all cores is clearly faster; 0 while other programs run.
+
+    Those slow several devices more than one session. The speed of a machine that drifts changes for both, in turns.
+    """
+    doubtful = [trial for trial in trials if trial.is_doubtful]
+    if any(trial.waiting > trial.uncertainty for trial in doubtful):
+        return 0.0
+    return CLEAR_ONE_DEVICE_RATIO / (1 + SURE_DOUBTS * max((trial.uncertainty for trial in doubtful), default=0.0))
 
 
 def _list_times(seconds: Mapping[str, float], format_seconds: Callable[[float], str]) -> str:

@@ -680,3 +680,15 @@ def test_sessions_that_are_open_are_not_opened_or_warmed_up_again(model_file, tm
         assert {bundle.path} < sessions.opened.keys()
     assert len(open_calls) == 1
     assert len(references) == len({cores for _, _, cores in references})
+
+
+@pytest.mark.parametrize(
+    ("waiting", "uncertainty", "low", "high"), [(0.0, 0.0, 0.96, 0.98), (0.0, 0.1, 0.7, 0.8), (0.2, 0.0, 0.0, 0.0)]
+)
+def test_a_trial_in_doubt_prefers_all_cores_where_they_are_faster_by_more_than_the_doubt(
+    waiting, uncertainty, low, high, monkeypatch
+):
+    monkeypatch.setattr(trial, "DOUBTFUL_WAITING_SHARE", 0.05)
+    tried = trial.Trial(0.2, 1e-5, {}, 5, waiting, uncertainty=uncertainty)
+    sure = trial.Trial(0.2, 1e-5, {}, 5, 0.0)
+    assert low <= driver_trials._find_clear_ratio(sure, tried) <= high
