@@ -297,15 +297,15 @@ class _Trials:
         try:
             single = place(several).write(self._staging.sibling_path(ending))
             # A plain session that was faster in nine of ten turns has shown it: the other bundle need not run again.
-            is_shown = step.plain and step.plain.speedup_high < CLEAR_ONE_DEVICE_RATIO
-            is_shown = is_shown and place is _place_on_one_device
-            bundles = [single.bundle] if is_shown else [several.bundle, single.bundle]
+            plain = step.plain if place is _place_on_one_device else None
+            shown = plain if plain and plain.speedup_high < CLEAR_ONE_DEVICE_RATIO else None
+            bundles = [single.bundle] if shown else [several.bundle, single.bundle]
             if self._find_obstacle(*bundles):
                 return several, step
             *others, one = run_trials(bundles, self._feeds, cached=self._cache, plain=True, sessions=self.sessions)
         except (OnnxplaceError, OSError):  # for example, nodes are pinned to two devices
             return several, step
-        if is_shown and not one.plain:  # nothing tells how the machine's speed changed
+        if shown and not one.plain:  # nothing tells how the machine's speed changed
             return several, step
         if others:
             step = others[0]
@@ -313,8 +313,8 @@ class _Trials:
             return several, step
         self.has_compared_one_device = True
         several_seconds = step.step_seconds
-        if one.plain and step.plain:  # the plain session tells how much faster or slower the machine has become
-            several_seconds *= one.plain.one_device_seconds / max(step.plain.one_device_seconds, 1e-12)
+        if shown and one.plain:  # the plain session tells how much faster or slower the machine has become
+            several_seconds *= one.plain.one_device_seconds / max(shown.one_device_seconds, 1e-12)
         # They took turns, so that other work slowed both. A plain session that was faster, too, is a second witness.
         is_confirmed = step.plain is not None and step.plain.one_device_seconds < step.step_seconds
         if one.step_seconds > (1.0 if is_confirmed else CLEAR_ONE_DEVICE_RATIO) * several_seconds:

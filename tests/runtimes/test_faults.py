@@ -21,6 +21,7 @@ from tests.support.fault_checks import (
     HUNG_SECONDS,
     assert_death_fails_all_requests,
     assert_expected,
+    interrupt_runs,
     list_worker_threads,
     wait_until,
 )
@@ -298,24 +299,13 @@ def test_an_interrupted_opening_leaves_no_thread(bundle, monkeypatch):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_at_any_moment_of_a_run_leaves_a_session_that_works(bundle):
     assert threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    interrupts = 0
-    try:
-        with onnxplace.InferenceSession(bundle) as session:
-            for microseconds in range(1, 600):
-                try:
-                    signal.setitimer(signal.ITIMER_REAL, microseconds * 1e-6)
-                    for _ in range(50):
-                        session.run(None, feeds(3))
-                except KeyboardInterrupt:
-                    interrupts += 1
-                finally:
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-                assert_expected(session.run(None, feeds(2), timeout=HUNG_SECONDS), 2)
-            with ThreadPoolExecutor(4) as pool:
-                for outputs in pool.map(lambda rounds: session.run(None, feeds(rounds)), [5] * 20):
-                    assert_expected(outputs, 5)
-    finally:
-        signal.signal(signal.SIGALRM, before)
+    with onnxplace.InferenceSession(bundle) as session:
+        interrupts = 0
+        for interrupted in interrupt_runs(session, 50):
+            interrupts += interrupted
+            assert_expected(session.run(None, feeds(2), timeout=HUNG_SECONDS), 2)
+        with ThreadPoolExecutor(4) as pool:
+            for outputs in pool.map(lambda rounds: session.run(None, feeds(rounds)), [5] * 20):
+                assert_expected(outputs, 5)
     assert interrupts > 300
     assert not list_worker_threads()

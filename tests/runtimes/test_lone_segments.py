@@ -14,7 +14,7 @@ from onnx import parser
 import onnxplace
 from onnxplace.errors import ExecutionError, FeedError
 from tests.support.endless import X, endless_bundle, expected, feeds
-from tests.support.fault_checks import HUNG_SECONDS, assert_expected, wait_until
+from tests.support.fault_checks import HUNG_SECONDS, assert_expected, interrupt_runs, wait_until
 
 # Outputs in another order than the segment computes them, and an input that may be left out.
 MANY = """
@@ -42,13 +42,6 @@ def many(tmp_path_factory):
     bundle = onnxplace.compile(parser.parse_model(MANY), folder / "many", devices="cpu:0", shape={"n": 2})
     assert len(bundle.manifest.segments) == 1
     return bundle
-
-
-@pytest.fixture
-def session(bundle):
-    with onnxplace.InferenceSession(bundle) as session:
-        yield session
-        session.close(timeout=0)
 
 
 @pytest.fixture
@@ -306,23 +299,13 @@ def test_an_interrupt_ends_an_endless_run_and_leaves_nothing_behind(session, lon
 # An interrupt while Python frees an object is printed, not raised.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_at_any_moment_leaves_a_session_that_works(bundle):
-    before, interrupts = signal.signal(signal.SIGALRM, signal.default_int_handler), 0
-    try:
-        with onnxplace.InferenceSession(bundle) as session:
-            for microseconds in range(1, 600):
-                try:
-                    signal.setitimer(signal.ITIMER_REAL, microseconds * 1e-6)
-                    for _ in range(200):
-                        session.run(None, feeds(3))
-                except KeyboardInterrupt:
-                    interrupts += 1
-                finally:
-                    signal.setitimer(signal.ITIMER_REAL, 0)
-                assert_expected(session.run(None, feeds(2)), 2)
-                assert not session._session.engine._in_flight
-            assert_expected(session.run(None, feeds(2), timeout=HUNG_SECONDS), 2)
-    finally:
-        signal.signal(signal.SIGALRM, before)
+    with onnxplace.InferenceSession(bundle) as session:
+        interrupts = 0
+        for interrupted in interrupt_runs(session, 200):
+            interrupts += interrupted
+            assert_expected(session.run(None, feeds(2)), 2)
+            assert not session._session.engine._in_flight
+        assert_expected(session.run(None, feeds(2), timeout=HUNG_SECONDS), 2)
     assert interrupts > 300
 
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -30,6 +31,25 @@ def run_at_once(session, *rounds):
     for number, future in zip(rounds, futures, strict=True):
         outputs = future.result(HUNG_SECONDS).outputs
         assert_expected([outputs["y"], outputs["z"]], number)
+
+
+def interrupt_runs(session, count):
+    """Interrupt runs of an endless bundle, `count` in a row, after 1 to 599 us; yield whether each was in time."""
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        for microseconds in range(1, 600):
+            interrupted = False
+            try:
+                signal.setitimer(signal.ITIMER_REAL, microseconds * 1e-6)
+                for _ in range(count):
+                    session.run(None, feeds(3))
+            except KeyboardInterrupt:
+                interrupted = True
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            yield interrupted
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def wait_until(condition):
