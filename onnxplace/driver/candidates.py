@@ -192,7 +192,7 @@ class Candidate:
             used |= set(route.device[route.device >= 0].tolist())
         return len(used)
 
-    @property
+    @cached_property
     def bundle(self) -> Bundle:
         """Return the bundle that it was written to."""
         return Bundle.open(self.state[Emitted].path)

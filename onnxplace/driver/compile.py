@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from onnxplace.facts import Placement, Profile, Routes, Streaming
 from onnxplace.machine import measurement_cache
 from onnxplace.machine.hardware import list_accelerators, require_device
 from onnxplace.machine.ort_sessions import use_custom_operators
+from onnxplace.measure.size_comparison import start_early, takes_long
 from onnxplace.measure.trial import measure_error
 from onnxplace.model.loading import load as load_model, require_linkable, require_unchanged
 from onnxplace.model.model import Model
@@ -194,14 +196,23 @@ def _build(profiled: Profiled, staging: Staging, settings: CompileSettings) -> C
     """Write the best bundle of a profiled model, and try it; idle devices are checked before."""
     objective = _choose_objective(settings, profiled)
     mode = "off" if settings.pipeline is not None or objective.is_exploring else settings.recompute
-    kept, *others = decide_or_recompute(objective, profiled, mode, settings.observer)
-    unused = report_idle_devices(kept.state)
-    if settings.strict:
-        require_all_devices_used(unused)
-    spare = _report_spare_ways(settings.shard_ways, profiled.state.target)
-    suggestions = [*_suggest_objective(kept.state), *suggest_fixed_sizes(kept)] if settings.compares_sharding else ()
-    kept = kept.with_notes(*unused, *spare, *suggestions).write(staging.folder, settings.observer)
-    return finish_bundle((kept, *others), _choose_comparison(settings, objective, kept), staging, settings)
+    with ExitStack() as stack:
+        if settings.trial and _may_compare_sizes(profiled.state):
+            start_early(stack)  # beside the search, which has one thread
+        kept, *others = decide_or_recompute(objective, profiled, mode, settings.observer)
+        unused = report_idle_devices(kept.state)
+        if settings.strict:
+            require_all_devices_used(unused)
+        spare = _report_spare_ways(settings.shard_ways, profiled.state.target)
+        suggestions = settings.compares_sharding and [*_suggest_objective(kept.state), *suggest_fixed_sizes(kept)]
+        kept = kept.with_notes(*unused, *spare, *(suggestions or ())).write(staging.folder, settings.observer)
+        return finish_bundle((kept, *others), _choose_comparison(settings, objective, kept), staging, settings)
+
+
+def _may_compare_sizes(state: State) -> bool:
+    """Return whether a trial is likely to compare a bundle with the unsplit model at another size, in a child."""
+    weights, seconds = int(state[Profile].graph.weight_bytes.sum()), state[Profile].whole_seconds
+    return bool(state[Model].dimensions) and not takes_long(weights, min(seconds.values(), default=math.inf))
 
 
 def _profile(profiled: Profiled, settings: CompileSettings) -> Profiled:

@@ -79,7 +79,7 @@ def suggest_fixed_sizes(kept: Candidate) -> list[Diagnostic]:
     if fixed + (now - fixed) / len(kept.state.target.devices) >= (1 - MIN_GAIN) * now:
         return []
     try:
-        passes = (create_pass("shard", fixed=True), *profiled.replace_placer(create_pass("auto", seconds=0.5)))
+        passes = (create_pass("shard", fixed=True), *profiled.replace_placer(create_pass("m-etf")))
         step_seconds = predict(Strategy("fixed sizes", "sharded", passes), profiled).step_seconds
     except InfeasibleError:  # there is nothing to split, or a state grows from call to call
         return []

@@ -57,6 +57,8 @@ CLEAR_RATIO = 0.98
 SURE_DOUBTS = 3
 # One device takes the place of several only below this ratio; timings of equal work differ by a few percent.
 CLEAR_ONE_DEVICE_RATIO = 0.97
+# One session on all cores is written and tried, which takes seconds, only below this ratio.
+WORTHWHILE_RATIO = 0.95
 # Balanced stages take the place of the best bundle only below this ratio of intervals.
 CLEAR_BALANCED_RATIO = 0.99
 # Stages are balanced again where they are at most this many times slower than the best.
@@ -152,8 +154,8 @@ class _Trials:
                 if _find_faster_device(kept, step.step_seconds, step):
                     kept, step = self._compare_with(kept, step, "alone", _place_on_one_device)
                 # Overheads hide what is shorter.
-                least = _find_clear_ratio(step) * step.step_seconds if step.step_seconds > MIN_JUDGED_SECONDS else 0.0
-                if step.plain and step.plain.all_cores_seconds < least:
+                seconds, worthwhile = step.step_seconds, _find_clear_ratio(step, clear=WORTHWHILE_RATIO)
+                if step.plain and seconds > MIN_JUDGED_SECONDS and step.plain.all_cores_seconds < worthwhile * seconds:
                     kept, step = self._compare_with(kept, step, "all", _place_on_all_cores)
         return kept, step, rate
 
@@ -328,7 +330,7 @@ class _Trials:
         return single.with_notes(note, *report_idle_devices(single.state)), one
 
 
-def _find_clear_ratio(*trials: Trial) -> float:
+def _find_clear_ratio(*trials: Trial, clear: float = CLEAR_ONE_DEVICE_RATIO) -> float:
     """Return the ratio of steps below which one session on all cores is clearly faster; 0 while other programs run.
 
     Those slow several devices more than one session. The speed of a machine that drifts changes for both, in turns.
@@ -336,7 +338,7 @@ def _find_clear_ratio(*trials: Trial) -> float:
     doubtful = [trial for trial in trials if trial.is_doubtful]
     if any(trial.waiting > trial.uncertainty for trial in doubtful):
         return 0.0
-    return CLEAR_ONE_DEVICE_RATIO / (1 + SURE_DOUBTS * max((trial.uncertainty for trial in doubtful), default=0.0))
+    return clear / (1 + SURE_DOUBTS * max((trial.uncertainty for trial in doubtful), default=0.0))
 
 
 def _list_times(seconds: Mapping[str, float], format_seconds: Callable[[float], str]) -> str:

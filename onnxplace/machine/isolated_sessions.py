@@ -165,10 +165,15 @@ def _call(sessions: dict[int, Any], number: int, _: Any, function: Callable[...,
 
 
 class DeviceProcess:
-    """The process of an isolated device, which lives as long as it has sessions."""
+    """The process of an isolated device, which lives as long as it has sessions.
 
-    def __init__(self, device: DeviceAddress) -> None:
-        self.device = device
+    Args:
+        device: The device.
+        serve: What the process does, as `serve_sessions`; a module of its own is imported before the first call.
+    """
+
+    def __init__(self, device: DeviceAddress, serve: Callable[[Sequence[int]], None] = serve_sessions) -> None:
+        self.device, self._serve = device, serve
         self.numbers = itertools.count()
         self.sessions: dict[int, tuple[Any, ...]] = {}
         """Of each session that is open, the arguments of `_open`, and the states of files; empty while it is opened."""
@@ -183,8 +188,8 @@ class DeviceProcess:
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._reason = ""
 
-    def _start(self) -> None:
-        """Start it, with the sessions that it had before it died."""
+    def start(self) -> None:
+        """Start it before the first call, with the sessions that it had before it died."""
         recipes = [(number, *recipe) for number, recipe in list(self.sessions.items()) if recipe]
         for _, arguments, files in recipes:
             if files != _list_file_states(arguments[0]):
@@ -195,7 +200,7 @@ class DeviceProcess:
         blocks = [os.memfd_create("onnxplace") for _ in range(2)] if hasattr(os, "memfd_create") else []
         for descriptor in blocks:
             self._stack.callback(os.close, descriptor)
-        self._child = self._stack.enter_context(start_child(serve_sessions, blocks, connects=blocks))
+        self._child = self._stack.enter_context(start_child(self._serve, blocks, connects=blocks))
         reading, writing = self._child.pipes
         self._stack.enter_context(suppress(OSError))  # of a pipe with bytes that the child did not read
         self._stack.callback(writing.close)
@@ -232,7 +237,7 @@ class DeviceProcess:
             pause = PAUSE_SECONDS
             with suppress(Exception), self._lock:
                 if self._child is child:  # else a call was faster
-                    self._start()
+                    self.start()
 
     def drop(self, number: int) -> None:
         """Free a session, at the latest with the next call; the process ends with the last one."""
@@ -259,7 +264,7 @@ class DeviceProcess:
             if self.device.owner and self._child is not None and self._child.exit_code is not None:
                 self.ended.wait()  # it died a moment ago, without a run
             if self._child is None or (self.device.owner and self.ended.is_set() and self.sessions):
-                self._start()
+                self.start()
             if not self.ended.is_set():
                 dropped = [self._dropped.pop() for _ in range(len(self._dropped))]
                 try:

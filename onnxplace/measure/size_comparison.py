@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -20,7 +21,7 @@ from onnxplace.bundle.bundle import WHOLE_MODEL_FILE, Bundle
 from onnxplace.errors import ExecutionError, FeedError, ModelError, NoteWarning, OnnxplaceError, format_names
 from onnxplace.feeds.dimensions import symbols_of_dimension
 from onnxplace.machine.hardware import available_cores
-from onnxplace.machine.isolated_sessions import DeviceProcess
+from onnxplace.machine.isolated_sessions import DeviceProcess, serve_sessions
 from onnxplace.machine.ort_sessions import list_operator_libraries, use_custom_operators, without_optimisations
 from onnxplace.measure.compare import (
     MAX_OWN_ERRORS,
@@ -165,6 +166,11 @@ def may_be_rounding(bundle: Bundle, comparisons: Sequence[SizeComparison]) -> bo
     return (is_small and all(one.result != "refused" for one in comparisons)) or rounds_to_few_values(bundle)
 
 
+def takes_long(weight_bytes: int, step_seconds: float) -> bool:
+    """Return whether a trial does not compare a model with such weights and such a step on the host."""
+    return weight_bytes > MAX_COMPARED_BYTES or step_seconds > MAX_COMPARED_SECONDS
+
+
 def compare_at_another_size(bundle: Bundle) -> tuple[str, ...]:
     """Raise ExecutionError if a bundle differs from the unsplit model at one other choice of sizes.
 
@@ -178,7 +184,7 @@ def compare_at_another_size(bundle: Bundle) -> tuple[str, ...]:
     if any(device.kind != "cpu" for device in manifest.target.devices):
         seconds *= ACCELERATION
     is_rounded = rounds_to_few_values(bundle) or set(list_precisions(bundle).values()) - {"float32"}
-    if stored_bytes > MAX_COMPARED_BYTES or seconds > MAX_COMPARED_SECONDS or is_rounded:
+    if takes_long(stored_bytes, seconds) or is_rounded:
         return ()
     try:
         first = choose_step_inputs(bundle, None, {}, 0)
@@ -210,6 +216,29 @@ def compare_at_another_size(bundle: Bundle) -> tuple[str, ...]:
 # ------------------------------------------------------------------------------------------------ in a child process
 
 
+_early: ContextVar[DeviceProcess | None] = ContextVar("early", default=None)
+
+
+def start_early(stack: ExitStack) -> None:
+    """Start the child for the next comparison, which need not wait for its imports then; it ends with the stack."""
+    process = _make_process()
+    process.start()
+    stack.callback(process.drop, 0)
+    stack.callback(_early.reset, _early.set(process))
+
+
+def _make_process() -> DeviceProcess:
+    process = DeviceProcess(CPU, _serve)
+    process.sessions[0] = ()  # it ends with its last one
+    return process
+
+
+def _serve(blocks: Sequence[int]) -> None:
+    """Serve sessions in a child that has imported what comparisons need."""
+    create_runtime("onnxruntime")
+    serve_sessions(blocks)
+
+
 @contextmanager
 def compare_in_child(
     open_comparison: Callable[[], AbstractContextManager[tuple[Compare, Any]]], bundle: Path, against: str | Path | None
@@ -224,15 +253,15 @@ def compare_in_child(
         bundle: The path of the bundle that is compared.
         against: The unsplit model's file; None for the bundle's copy.
     """
-    process: DeviceProcess | None = None
+    process = _early.get()
+    _early.set(None)
 
     def compare(steps: StepInputs) -> Differences:
         nonlocal process
         differences: Differences
         try:
             if process is None or process.ended.is_set():
-                process = DeviceProcess(CPU)
-                process.sessions[0] = ()  # it ends with its last one
+                process = _make_process()
             differences, notes = process.call("", _compare_here, 0, open_comparison, list_operator_libraries(), steps)
         except ExecutionError:
             if process is None or not process.ended.is_set():

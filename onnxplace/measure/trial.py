@@ -70,7 +70,7 @@ THOROUGH_SECONDS, THOROUGH_RUNS = 6.0, 9
 # per turn.
 BURST_SECONDS = 0.01
 # The session with all cores runs in one of this many rounds, since its threads need time to settle.
-ALL_CORES_ROUNDS = 4
+ALL_CORES_ROUNDS = 6
 # How the note begins that a trial of the bundle was disturbed.
 DOUBT = "the trial is less sure than usual: steps"
 # Codes of notes that there was no trial, or that it failed: they are wrong once a later one is recorded.

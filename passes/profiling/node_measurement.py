@@ -46,7 +46,7 @@ Feeds = Mapping[str, NDArray[Any]]
 # Unmeasured runs of each series: this many, or fewer once they have taken this time.
 WARM_UP_RUNS, WARM_UP_SECONDS = 2, 0.05
 # Most events that a profile may hold (640 bytes each on disk), though not fewer than those of three runs.
-MAX_EVENTS = 10_000
+MAX_EVENTS = 5_000
 
 
 @dataclass(frozen=True)

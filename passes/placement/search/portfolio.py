@@ -7,7 +7,7 @@ placements to the search as starts, and lets one judge decide: the simulation of
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -52,7 +52,8 @@ MAX_BLOCK_NODES, MAX_BLOCK_PROPOSALS, BLOCK_TIME_SHARE = 100, 500, 0.2
 # Rounds of an eager search, as shares of the moves that are worth it: shares of time would depend on the clock. It ends
 # after one that comes this close to the lower bound, or gains less than this share of the step.
 ROUNDS, NEAR_BOUND_RATIO, LEAST_GAIN = (1 / 32, 3 / 32, 7 / 8), 1.02, 0.005
-
+# It does not begin where one device comes this close: several would gain less than predictions of them are off.
+ONE_DEVICE_RATIO = 1.03
 # However unsure costs are, a search goes on while it is further than this from the lower bound.
 MAX_COST_ERROR = 0.05
 
@@ -168,27 +169,25 @@ def search_and_commit(
     space, moves = SearchSpace(problem), ""
     # 1. Score the plans as the search does; those that do not fit drop out.
     candidates = {plan.name: evaluate_candidate(space, plan.name, plan.device, plan.order) for plan in plans}
-    start_time = time.perf_counter()
-    # 2. Blocks in series. They leave memory out, so they are tried only where one device can hold everything.
-    if any(candidates.get(device.id) for device in problem.target.devices):
-        for plan in plan_blocks(problem, replace(budget, seconds=BLOCK_TIME_SHARE * budget.seconds), seed):
-            plans = [*plans, plan]
-            candidates[plan.name] = evaluate_candidate(space, plan.name, plan.device, plan.order)
-    # 3. Search from all of them, with at least half of the time, even if blocks took more than their share.
-    remaining = replace(budget, seconds=max(budget.seconds - (time.perf_counter() - start_time), budget.seconds / 2))
     simulated = list[SimulatedPlan]()
-    try:
+    if not (budget.eager and _is_one_device_enough(problem, candidates)):
+        start_time = time.perf_counter()
+        # 2. Blocks in series. They leave memory out, so they are tried only where one device can hold everything.
+        if any(candidates.get(device.id) for device in problem.target.devices):
+            for plan in plan_blocks(problem, replace(budget, seconds=BLOCK_TIME_SHARE * budget.seconds), seed):
+                plans = [*plans, plan]
+                candidates[plan.name] = evaluate_candidate(space, plan.name, plan.device, plan.order)
+        # 3. Search from all of them, with at least half of the time, even if blocks took more than their share.
+        spent = time.perf_counter() - start_time
+        remaining = replace(budget, seconds=max(budget.seconds - spent, budget.seconds / 2))
         fitting = [candidate for candidate in candidates.values() if candidate]
-        exploration = _explore_in_rounds(problem, fitting, remaining, seed, candidates.get(promising))
-    except LookupError:
-        pass
-    else:
-        moves = f"{exploration.proposals} moves{budget}"
-        before = candidates.get(exploration.best.name)
-        improved = before is not None and exploration.best.seconds < before.seconds
-        simulated += _simulate_if_fitting(
-            state, problem, _to_plan(exploration.best, "improved" if improved else ""), exploration.best
-        )
+        with suppress(LookupError):
+            exploration = _explore_in_rounds(problem, fitting, remaining, seed, candidates.get(promising))
+            moves = f"{exploration.proposals} moves{budget}"
+            before = candidates.get(exploration.best.name)
+            improved = before is not None and exploration.best.seconds < before.seconds
+            plan = _to_plan(exploration.best, "improved" if improved else "")
+            simulated += _simulate_if_fitting(state, problem, plan, exploration.best)
     for plan in plans:
         simulated += _simulate_if_fitting(state, problem, plan, candidates[plan.name])
     # 4. The schedule decides, not the search's own account: of the plans that fit, the shortest step is kept.
@@ -197,6 +196,13 @@ def search_and_commit(
     best = min(simulated, key=lambda option: option.seconds)
     after = commit_placement(state, problem, best.plan.device, best.plan.rank, placer)
     return after.with_notes(_describe_result(best, simulated, moves, after[Schedule].lower_bound_seconds, placer))
+
+
+def _is_one_device_enough(problem: PlacementProblem, candidates: Mapping[str, Candidate | None]) -> bool:
+    """Return whether one device takes little longer than the lower bound and what the second segment's call takes."""
+    alone = [item.seconds for item in candidates.values() if item and (item.device == item.device[:1]).all()]
+    call_seconds = min(device.segment_seconds for device in problem.target.devices)
+    return min(alone, default=np.inf) <= ONE_DEVICE_RATIO * _goal_seconds(problem) + call_seconds
 
 
 def _explore_in_rounds(

@@ -411,6 +411,17 @@ def test_an_eager_search_ends_near_the_lower_bound(monkeypatch):
     assert len(budgets) == 1
 
 
+def test_an_eager_search_does_not_begin_where_one_device_is_near_the_bound(monkeypatch):
+    """A chain: several devices gain nothing."""
+    monkeypatch.setattr(portfolio, "plan_blocks", lambda *_: pytest.fail("blocks are searched"))
+    state = state_of(graph_of({"a": [], "b": ["a"], "c": ["b"], "d": []}), [1.0, 1.0, 1.0, 0.02], even_target(2))
+    message = run_pass(make_pass("auto", {"eager": "true"}), state).diagnostics[-1].message
+    assert "moves" not in message
+    assert "cpu:0" in message
+    monkeypatch.undo()
+    assert "moves" in run_pass(make_pass("auto", FEW_PROPOSALS), state).diagnostics[-1].message
+
+
 def measured(state, runs, spread):
     """Return a state whose times were measured in so many runs, with this spread as a share of each."""
     profile = state[Profile]
