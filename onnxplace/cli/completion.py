@@ -40,9 +40,6 @@ MAX_ENTRIES = 500
 class BundlePath(click.Path):
     """A path of a bundle; folders with a manifest are completed."""
 
-    def __init__(self) -> None:
-        super().__init__(path_type=Path)
-
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """Return the bundles in the folder of what was typed and one level below; any folder if there are none."""
         bundles = [path for path in _list_folders(incomplete) if os.path.isfile(os.path.join(path, "manifest.json"))]
@@ -76,7 +73,7 @@ class EntryChoice(click.Choice):  # type: ignore[type-arg]  # generic since clic
         self._names = names
 
 
-BUNDLE_PATH, PATH = BundlePath(), click.Path(path_type=Path)
+BUNDLE_PATH, PATH = BundlePath(path_type=Path), click.Path(path_type=Path)
 
 
 def _make_name_completer(kind: Any, summaries: tuple[str, ...] = ("",)) -> Callable[..., list[CompletionItem]]:

@@ -219,7 +219,6 @@ class _EdgeValues:
 def _collect_values(edges: Sequence[Mapping[str, Any]], position: Mapping[Hashable, int], where: str) -> _EdgeValues:
     index: dict[tuple[int, Hashable], int] = {}
     names: list[str] = []
-    producer: list[int] = []
     sizes_by_value: list[Mapping[str, Any]] = []
     value_of_read: list[int] = []
     readers: list[int] = []
@@ -234,13 +233,12 @@ def _collect_values(edges: Sequence[Mapping[str, Any]], position: Mapping[Hashab
             if key not in index:
                 index[key] = len(names)
                 names.append(str(tensor.get("name") or f"{source}->{destination}"))
-                producer.append(position[source])
                 sizes_by_value.append({"name": f"{source}->{destination}", "bytes": tensor.get("bytes", 0)})
             value_of_read.append(index[key])
             readers.append(position[destination])
     sizes = np.rint(read_costs(sizes_by_value, "bytes", where)).astype(np.int64)
     value, reader = (np.array(numbers, dtype=np.int32) for numbers in (value_of_read, readers))
-    return _EdgeValues(names, producer, sizes, value, reader)
+    return _EdgeValues(names, [producer for producer, _ in index], sizes, value, reader)
 
 
 def _list_tensors(edge: Mapping[str, Any], where: str) -> Sequence[Mapping[str, Any]]:
@@ -264,7 +262,7 @@ def _build_op_graph(nodes: Sequence[Mapping[str, Any]], values: _EdgeValues, whe
     np.add.at(carried, producer, values.bytes)
     unread = np.flatnonzero(output > carried).astype(np.int32)
     persistent = read_costs(nodes, "memory_bytes", where).astype(np.int64)
-    weight_owners = np.flatnonzero(persistent > 0)
+    weight_owners = np.flatnonzero(persistent > 0).astype(np.int32)
     names = _number_repeated_names([str(node.get("name", node.get("id"))) for node in nodes])
     return OpGraph(
         names=names,
@@ -277,10 +275,7 @@ def _build_op_graph(nodes: Sequence[Mapping[str, Any]], values: _EdgeValues, whe
         inputs=Csr.grouped(values.reader, values.value, count),
         weight_names=tuple(names[n] for n in weight_owners),
         weight_bytes=persistent[weight_owners],
-        weights=Csr(
-            np.concatenate([[0], np.cumsum(persistent > 0)]).astype(np.int64),
-            np.arange(len(weight_owners), dtype=np.int32),
-        ),
+        weights=Csr.grouped(weight_owners, np.arange(len(weight_owners), dtype=np.int32), count),
         workspace_bytes=read_costs(nodes, "temp_bytes", where).astype(np.int64),
     )
 
