@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import difflib
 import gzip
+import io
 import math
 import zlib
 from collections.abc import Hashable, Mapping, Sequence
@@ -116,19 +117,11 @@ def require_graph_format(path: Path) -> None:
 
 def _decompress(data: bytes, where: str) -> bytes:
     """Decompress gzip data, up to one byte over the limit; raise InputError if it is damaged."""
-    parts, size = [], 0
     try:
-        while data and size <= MAX_FILE_BYTES:  # a gzip file may have several members
-            stream = zlib.decompressobj(wbits=31)  # the format of gzip
-            parts.append(stream.decompress(data, MAX_FILE_BYTES + 1 - size))
-            size += len(parts[-1])
-            if not stream.eof and size <= MAX_FILE_BYTES:
-                raise EOFError
-            data = stream.unused_data.lstrip(b"\0")  # tapes are padded with zeros
-    except (EOFError, zlib.error):
+        return gzip.GzipFile(fileobj=io.BytesIO(data)).read(MAX_FILE_BYTES + 1)
+    except (EOFError, OSError, zlib.error):
         hint = "copy or make it again"
         raise InputError("D001", "its gzip data is cut off or damaged", where=where, hint=hint) from None
-    return b"".join(parts)
 
 
 def parse_cost_graph(data: Mapping[str, Any], name: str = "graph") -> CostGraph:

@@ -230,9 +230,8 @@ class Model:
 
     def guard_empty_axes(self, proto: ModelProto) -> None:
         """Let a model of some of the nodes refuse what would end the process, if a CPU computes it."""
-        if self.opset >= MIN_GUARDED_OPSET and any(
-            item.op_type in FATAL_OPERATORS for item in walk_nodes(proto.graph.node)
-        ):
+        operators = {node.op_type for node in walk_nodes(proto.graph.node)}
+        if self.opset >= MIN_GUARDED_OPSET and not operators.isdisjoint(FATAL_OPERATORS):
             guard_empty_axes(proto.graph, self.types)
 
     @property

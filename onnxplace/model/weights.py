@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 from onnx import TensorProto
@@ -88,9 +87,7 @@ class WeightFile:
     def __enter__(self) -> WeightFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._hasher.shutdown()
         self._stream.close()
 

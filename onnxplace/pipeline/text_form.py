@@ -191,8 +191,7 @@ def _read_value(text: object, option_type: Any) -> object:
         return text
     if "tuple[" in str(option_type):
         return tuple(_parse_tuple(text))
-    optional = "None" in str(option_type)
-    return None if text == "none" and optional else text
+    return None if text == "none" and "None" in str(option_type) else text
 
 
 def make_spec(step: Pass) -> PassSpec:
