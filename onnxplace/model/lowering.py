@@ -71,12 +71,8 @@ def _require_dimensions(keys: Iterable[str], dimensions: Mapping[str, int]) -> N
     known = {name for key in keys for name in (key, *symbols_of_dimension(key))}
     for key, size in dimensions.items():
         if key not in known:
-            raise ModelError(
-                "M022",
-                f"the model has no symbolic dimension {key!r}",
-                where="--shape",
-                hint=suggest_nearest(key, sorted(known)) if known else "all its dimensions are fixed",
-            )
+            hint = suggest_nearest(key, sorted(known)) if known else "all its dimensions are fixed"
+            raise ModelError("M022", f"the model has no symbolic dimension {key!r}", where="--shape", hint=hint)
         if not isinstance(size, Integral) or not 0 <= size <= MAX_DIMENSION:
             message = f"dimension {key!r} is {size!r}, expected a whole number from 0 to {MAX_DIMENSION}"
             raise ModelError("M022", message, where="--shape", hint=f"such as --shape {key}=1")

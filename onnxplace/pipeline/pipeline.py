@@ -58,12 +58,8 @@ class Pipeline:
         for step in self.passes:
             for kind in step.requires:
                 if kind not in known:
-                    raise UsageError(
-                        "U002",
-                        f"pass {step.name!r} needs {kind.__name__}, which no earlier pass provides",
-                        where=f"pipeline {self}",
-                        hint=_suggest_providers(kind),
-                    )
+                    message = f"pass {step.name!r} needs {kind.__name__}, which no earlier pass provides"
+                    raise UsageError("U002", message, where=f"pipeline {self}", hint=_suggest_providers(kind))
             known = (known - find_stale_facts(step, known)) | set(step.provides)
 
     def run(self, state: State, observer: Observer | None = None) -> tuple[State, tuple[Timing, ...]]:
