@@ -8,7 +8,6 @@ from itertools import islice
 from typing import Any
 
 from onnxplace.errors import PluginError
-from onnxplace.plugins import list_entries, load_plugin
 from onnxplace.target.device_kinds import ISOLATE, DeviceAddress, DeviceKind
 from onnxplace.utils.control_groups import count_cores
 
@@ -28,7 +27,11 @@ def is_known_kind(name: str) -> bool:
     >>> is_known_kind("cuda")
     True
     """
-    if name in BUILTIN_KINDS or name in SHORT_NAMES or name in list_entries("device_kinds"):
+    if name in BUILTIN_KINDS or name in SHORT_NAMES:
+        return True
+    from onnxplace.plugins import list_entries
+
+    if name in list_entries("device_kinds"):
         return True
     from onnxplace.target.plugin_providers import parse_kind_name
 
@@ -43,6 +46,7 @@ def list_kind_names(*, plugins: bool = True) -> tuple[str, ...]:
     """
     if not plugins:
         return tuple(BUILTIN_KINDS)
+    from onnxplace.plugins import list_entries
     from onnxplace.target.plugin_providers import list_provider_kinds
 
     return tuple(dict.fromkeys((*BUILTIN_KINDS, *list_entries("device_kinds"), *list_provider_kinds())))
@@ -75,6 +79,8 @@ def find_kind(name: str) -> DeviceKind:
     if name in BUILTIN_KINDS:
         kind: DeviceKind = import_by_path(BUILTIN_KINDS[name])()
         return kind
+    from onnxplace.plugins import list_entries, load_plugin
+
     if name not in list_entries("device_kinds"):
         if name in SHORT_NAMES and (found := resolve_short_name(name, 0)):
             return find_kind(found[0])
