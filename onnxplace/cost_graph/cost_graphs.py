@@ -29,7 +29,7 @@ import numpy as np
 from onnxplace.cost_graph.data import CostGraph, TimedPlacement
 from onnxplace.errors import Diagnostic, InputError, UsageError, format_value
 from onnxplace.facts import Profile, Source
-from onnxplace.graph.op_graph import Bools, Csr, Floats, Ints, Longs, OpGraph
+from onnxplace.graph.op_graph import Bools, Csr, Floats, Ints, Longs, OpGraph, number_densely
 from onnxplace.plugins import blame_plugin, list_entries, load_plugin
 from onnxplace.state import State
 from onnxplace.target.limits import require_device_limit
@@ -149,9 +149,7 @@ def parse_cost_graph(data: Mapping[str, Any], name: str = "graph") -> CostGraph:
     if (invalid := next((group for group in groups if not isinstance(group, Hashable)), None)) is not None:
         message = f"expected a group that is a number or a text, got {invalid!r}"
         raise InputError("D002", message, where=where, hint="change the group, or leave it out")
-    distinct = dict.fromkeys(group for group in groups if group is not None)
-    group_index = {group: index for index, group in enumerate(distinct)}
-    given_group = np.array([-1 if group is None else group_index[group] for group in groups], dtype=np.int32)
+    given_group = number_densely([None, *groups])[1:] - 1  # so that None, which comes first, is -1
     backward = np.array([bool(node.get("is_backward")) for node in nodes], dtype=bool)
     try:
         _ = graph.order

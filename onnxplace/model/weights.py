@@ -143,12 +143,11 @@ class WeightFile:
                 return make_reference(tensor.name, tensor.data_type, tensor.dims, self._link(file), start, size)
         elif self._linked_below is not None:
             return tensor
-        if source not in self._offsets or source is None:
+        offset = None if source is None else self._offsets.get(source)
+        if offset is None:
             offset = self._append(read_tensor_bytes(tensor, folder), size)
             if source is not None:
                 self._offsets[source] = offset
-        else:
-            offset = self._offsets[source]
         return make_reference(tensor.name, tensor.data_type, tensor.dims, self.location, offset, size)
 
     def _link(self, file: Path) -> str:
