@@ -18,7 +18,6 @@ from click.shell_completion import (
     CompletionItem,
     add_completion_class,
     get_completion_class,
-    shell_complete,
     split_arg_string,
 )
 
@@ -181,11 +180,6 @@ class LineBashComplete(BashComplete):
 
 
 add_completion_class(LineBashComplete)
-
-
-def complete_line(cli: click.Command, instruction: str) -> int:
-    """Print completions as a script for a shell asks for them; return an exit code."""
-    return shell_complete(cli, {}, PROGRAM, COMPLETE_VARIABLE, instruction)
 
 
 @click.command(short_help="Print a script that completes command lines in a shell.")
