@@ -22,13 +22,14 @@ from onnxplace.errors import OnnxplaceError, PluginError, UsageError, suggest_ne
 
 Kind = Literal[
     "passes", "runtimes", "runtime_options", "commands", "sources", "recognisers", "objectives", "device_maps",
-    "export_formats", "export_options", "graph_formats", "graph_functions",
+    "export_formats", "export_options", "graph_formats", "graph_functions", "device_kinds",
 ]  # fmt: skip
 OWN_DISTRIBUTION = "onnxplace"
 NOUNS: Mapping[Kind, str] = {
     "passes": "pass", "runtimes": "runtime", "runtime_options": "option", "commands": "command", "sources": "source",
     "recognisers": "recogniser", "objectives": "objective", "device_maps": "device map",
     "export_formats": "format", "export_options": "option", "graph_formats": "format", "graph_functions": "function",
+    "device_kinds": "device kind",
 }  # fmt: skip
 
 # Class and summary of each built-in pass. The module in `passes/` has the name of the pass.
@@ -170,12 +171,10 @@ def load_plugin(kind: Kind, name: str) -> tuple[Any, RegistryEntry]:
     except BaseException as problem:  # a plugin may fail in any way, even exit; the error names it
         if not entry.distribution:
             raise
-        raise PluginError(
-            "G001",
-            f"cannot be loaded: {type(problem).__name__}: {problem}",
-            where=f"{noun} {name!r} from {entry.distribution}",
-            hint=f"update or uninstall {entry.distribution}; its author sees where with --verbose",
-        ) from problem
+        message = f"cannot be loaded: {type(problem).__name__}: {problem}"
+        where = f"{noun} {name!r} from {entry.distribution}"
+        hint = f"update or uninstall {entry.distribution}; its author sees where with --verbose"
+        raise PluginError("G001", message, where=where, hint=hint) from problem
 
 
 @contextmanager

@@ -21,10 +21,11 @@ from threading import Timer
 from typing import Any, TextIO
 
 import click
+from click.shell_completion import shell_complete
 
 from onnxplace.cli.bench import bench
 from onnxplace.cli.compile import compile as compile_
-from onnxplace.cli.completion import COMPLETE_VARIABLE, complete_line, complete_passes, complete_runtimes, completion
+from onnxplace.cli.completion import COMPLETE_VARIABLE, PROGRAM, complete_passes, complete_runtimes, completion
 from onnxplace.cli.explain import explain
 from onnxplace.cli.export import export, merge
 from onnxplace.cli.place import place
@@ -132,6 +133,7 @@ def load_plugin_command(name: str) -> click.Command:
 
 @click.group(
     cls=CommandGroup,
+    commands=[compile_, run, verify, bench, report, merge, export, plan, place, explain, completion],
     no_args_is_help=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
@@ -148,22 +150,6 @@ def cli() -> None:
     while running, 130 or 143 interrupted. With --json, an error is also printed on stdout as {"error": {code,
     message, where, hint}}; `onnxplace explain CODE` says more.
     """  # noqa: D301 - \b tells click to keep the line breaks
-
-
-for command in (
-    compile_,
-    run,
-    verify,
-    bench,
-    report,
-    merge,
-    export,
-    plan,
-    place,
-    explain,
-    completion,
-):
-    cli.add_command(command)
 
 
 @cli.command(short_help="List the passes; with a NAME, its options.")
@@ -219,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if arguments is None and COMPLETE_VARIABLE in os.environ:
         with suppress(Exception):  # the user sees no completion, instead of an error in the line that is being typed
-            return complete_line(cli, os.environ[COMPLETE_VARIABLE])
+            return shell_complete(cli, {}, PROGRAM, COMPLETE_VARIABLE, os.environ[COMPLETE_VARIABLE])
         return 1
     json_ = "--json" in (sys.argv[1:] if arguments is None else arguments)
     stdout, stderr = sys.stdout, sys.stderr

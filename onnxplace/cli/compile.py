@@ -15,7 +15,6 @@ from onnxplace.cli.shared_options import (
     announce_loop_compilation,
     as_json,
     budget_option,
-    describe_note,
     model_options,
     objective_option,
     parse_sizes,
@@ -194,5 +193,5 @@ def _build_json(compiled: Compiled) -> dict[str, Any]:
         "transfers": manifest.transfers,
         "transfer_bytes": manifest.transfer_bytes,
         "passes": [{"name": timing.name, "seconds": timing.seconds} for timing in compiled.timings],
-        "diagnostics": [describe_note(note) for note in compiled.diagnostics],
+        "diagnostics": compiled.diagnostics,
     }

@@ -18,7 +18,6 @@ from click.shell_completion import (
     CompletionItem,
     add_completion_class,
     get_completion_class,
-    shell_complete,
     split_arg_string,
 )
 
@@ -39,9 +38,6 @@ MAX_ENTRIES = 500
 
 class BundlePath(click.Path):
     """A path of a bundle; folders with a manifest are completed."""
-
-    def __init__(self) -> None:
-        super().__init__(path_type=Path)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """Return the bundles in the folder of what was typed and one level below; any folder if there are none."""
@@ -76,7 +72,7 @@ class EntryChoice(click.Choice):  # type: ignore[type-arg]  # generic since clic
         self._names = names
 
 
-BUNDLE_PATH, PATH = BundlePath(), click.Path(path_type=Path)
+BUNDLE_PATH, PATH = BundlePath(path_type=Path), click.Path(path_type=Path)
 
 
 def _make_name_completer(kind: Any, summaries: tuple[str, ...] = ("",)) -> Callable[..., list[CompletionItem]]:
@@ -184,11 +180,6 @@ class LineBashComplete(BashComplete):
 
 
 add_completion_class(LineBashComplete)
-
-
-def complete_line(cli: click.Command, instruction: str) -> int:
-    """Print completions as a script for a shell asks for them; return an exit code."""
-    return shell_complete(cli, {}, PROGRAM, COMPLETE_VARIABLE, instruction)
 
 
 @click.command(short_help="Print a script that completes command lines in a shell.")

@@ -104,13 +104,8 @@ def format_page(page: ErrorPage) -> str:
     """Return a page as text for a terminal."""
     exit_text = page.exit if page.exit == "note" else f"exit code {page.exit}"
     lines = [f"{page.code}: {page.meaning}", ""]
+    wrapper = textwrap.TextWrapper(COLUMNS, subsequent_indent=" " * 7, break_long_words=False, break_on_hyphens=False)
     for label, text in (("kind", exit_text), ("cause", page.cause), ("do", page.fix)):
         if text:
-            lines += textwrap.wrap(
-                f"{label + ':':7}{text}",
-                COLUMNS,
-                subsequent_indent=" " * 7,
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
+            lines += wrapper.wrap(f"{label + ':':7}{text}")
     return "\n".join(lines)

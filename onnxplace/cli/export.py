@@ -9,7 +9,7 @@ import click
 
 from onnxplace.cli.completion import BUNDLE_PATH, PATH, EntryChoice
 from onnxplace.cli.help import list_added_options
-from onnxplace.cli.shared_options import as_json, describe_note, print_json, print_notes, print_text, show_progress
+from onnxplace.cli.shared_options import as_json, print_notes, print_result, show_progress
 
 
 @click.command(short_help="Put a bundle back together as one model.")
@@ -30,10 +30,7 @@ def merge(bundle: Path, output: Path, *, external_data: bool, force: bool, json_
 
     with show_progress(json_, "writing the model"):
         merged = merge_bundle(bundle, output, external_data=external_data, force=force)
-    if json_:
-        print_json({**vars(merged), "diagnostics": [describe_note(note) for note in merged.diagnostics]})
-    else:
-        print_text(describe_merged(merged))
+    print_result(json_, vars(merged), describe_merged(merged))
     print_notes(merged.diagnostics)
 
 
@@ -75,8 +72,5 @@ def export(bundle: Path, *, to: str, output: Path, force: bool, json_: bool, **o
     changed = {name: value for name, value in given.items() if value not in (None, known[name].default)}
     with show_progress(json_, "writing the files"):
         exported = export_bundle(bundle, to, output, force=force, options=changed)
-    if json_:
-        print_json({**vars(exported), "diagnostics": [describe_note(note) for note in exported.diagnostics]})
-    else:
-        print_text(f"{exported.path}: {', '.join(exported.files)}")
+    print_result(json_, vars(exported), f"{exported.path}: {', '.join(exported.files)}")
     print_notes(exported.diagnostics)

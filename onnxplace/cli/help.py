@@ -139,10 +139,8 @@ def format_pass_help(kind: type) -> tuple[str, dict[str, Any]]:
     lines = [
         f"  {option['name']}={option['default']!r}  ({option['type']})\n      {option['about']}" for option in options
     ]
-    return about + "\n\n" + ("\n".join(["options:", *lines]) if lines else "no options"), {
-        "about": about,
-        "options": options,
-    }
+    listed = "\n".join(["options:", *lines]) if lines else "no options"
+    return f"{about}\n\n{listed}", {"about": about, "options": options}
 
 
 def _format_type(annotation: object) -> str:

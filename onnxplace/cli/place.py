@@ -16,7 +16,6 @@ from onnxplace.cli.shared_options import (
     announce_loop_compilation,
     as_json,
     budget_option,
-    describe_note,
     objective_option,
     placer_option,
     print_json,
@@ -125,14 +124,10 @@ def place(
         _write_report(report, result)
     paths = {name: str(path) for name, path in (("output", output), ("report", report)) if path}
     if json_:
-        entries = {**vars(result), "peak_bytes": result.peak_bytes.tolist(), "placement": dict(result.placement)}
-        for name in ("start_seconds", "finish_seconds", "device", "schedule", "graph"):
-            del entries[name]
-        lists = {
-            "passes": [vars(t) for t in result.passes],
-            "diagnostics": [describe_note(note) for note in result.diagnostics],
-        }
-        print_json({**entries, **lists, **paths})
+        omitted = ("start_seconds", "finish_seconds", "device", "schedule", "graph")
+        entries = {name: value for name, value in vars(result).items() if name not in omitted}
+        entries |= {"peak_bytes": result.peak_bytes.tolist(), "placement": dict(result.placement)}
+        print_json({**entries, "passes": [vars(timing) for timing in result.passes], **paths})
     else:
         print_text(format_placement(result, cost_graph))
         for path in paths.values():

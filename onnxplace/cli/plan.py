@@ -15,7 +15,6 @@ from onnxplace.cli.help import GroupedCommand
 from onnxplace.cli.shared_options import (
     announce_loop_compilation,
     as_json,
-    describe_note,
     model_options,
     parse_sizes,
     print_json,
@@ -101,11 +100,7 @@ def plan(
     rows = list_machine_rows(plans, goals, prices)
     is_comparison = len(machines) > 1 or price or latency or rate or fit
     listed = [
-        {
-            **({"machine": name} if name else {}),
-            **asdict(item),
-            "diagnostics": [describe_note(note) for note in item.diagnostics],
-        }
+        {**({"machine": name} if name else {}), **asdict(item), "diagnostics": item.diagnostics}
         for name, item in plans.items()
     ]
     if json_ and is_comparison:

@@ -36,7 +36,7 @@ def report(bundles: tuple[Path, ...], *, output: Path | None, trace: Path | None
     It says first how good the placement is, what limits it and what would help; of two bundles, which one to take. Then
     it shows the timeline, memory, graph, cut, layers, attempts, notes and options. --json prints the data of the page.
     """
-    from onnxplace.reports.page_rendering import build_page_json, write_report
+    from onnxplace.reports.page_rendering import write_report
     from onnxplace.utils.quantities import format_bytes
 
     if len(bundles) > MAX_BUNDLES:
@@ -49,7 +49,7 @@ def report(bundles: tuple[Path, ...], *, output: Path | None, trace: Path | None
     with show_progress(json_, "reading the bundle") as observer:
         result = write_report(*bundles, output=path, trace=trace, observer=observer)
     if json_:
-        data = {"output": str(path) if path else None, "pages": [build_page_json(page) for page in result.pages]}
+        data = {"output": str(path) if path else None, "pages": [asdict(page) for page in result.pages]}
         print_json(data | ({"comparison": asdict(result.comparison)} if result.comparison else {}))
     elif path:
         print_text((result.comparison or result.pages[0].verdict).sentence)

@@ -25,6 +25,7 @@ from onnxplace.cli.completion import (
 from onnxplace.cli.help import take_runtime_options
 from onnxplace.cli.terminal import (
     as_json as as_json,
+    describe_note as describe_note,
     format_json as format_json,
     is_quiet,
     is_terminal,
@@ -40,7 +41,7 @@ from onnxplace.utils.files import require_writable, write_file
 
 if TYPE_CHECKING:
     from onnxplace.bundle.bundle import Bundle
-    from onnxplace.errors import Diagnostic, OnnxplaceError
+    from onnxplace.errors import Diagnostic
     from onnxplace.runtime.interface import CopyStatus
 
 
@@ -313,11 +314,6 @@ def announce_loop_compilation(quiet: bool) -> None:
     on_compiling(
         lambda: print_text("compiling loops for this machine, once: they are kept for later commands", err=True)
     )
-
-
-def describe_note(note: Diagnostic | OnnxplaceError) -> dict[str, str]:
-    """Return a note or an error as JSON has it."""
-    return {"code": note.code, "message": note.message, "where": note.where, "hint": note.hint}
 
 
 def print_notes(diagnostics: Sequence[Diagnostic]) -> None:

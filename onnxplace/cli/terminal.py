@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from onnxplace import _startup
-from onnxplace.errors import OnnxplaceError, format_name, shorten
+from onnxplace.errors import Diagnostic, OnnxplaceError, format_name, shorten
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,8 +67,15 @@ def format_json(data: Mapping[str, Any]) -> str:
 
 
 def _encode(value: object) -> object:
-    """Return what stands for a value that JSON does not have: the fields of a manifest's record, or else its text."""
+    """Return what stands for a value that JSON does not have: fields of a note or a manifest's record, or its text."""
+    if isinstance(value, Diagnostic):
+        return describe_note(value)
     return value.model_dump() if hasattr(value, "model_dump") else str(value)
+
+
+def describe_note(note: Diagnostic | OnnxplaceError) -> dict[str, str]:
+    """Return a note or an error as JSON has it."""
+    return {"code": note.code, "message": note.message, "where": note.where, "hint": note.hint}
 
 
 # ------------------------------------------------------------------------------------------------------------ verbosity

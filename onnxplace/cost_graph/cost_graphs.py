@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import difflib
 import gzip
+import io
 import math
 import zlib
 from collections.abc import Hashable, Mapping, Sequence
@@ -28,7 +29,7 @@ import numpy as np
 from onnxplace.cost_graph.data import CostGraph, TimedPlacement
 from onnxplace.errors import Diagnostic, InputError, UsageError, format_value
 from onnxplace.facts import Profile, Source
-from onnxplace.graph.op_graph import Bools, Csr, Floats, Ints, Longs, OpGraph
+from onnxplace.graph.op_graph import Bools, Csr, Floats, Ints, Longs, OpGraph, number_densely
 from onnxplace.plugins import blame_plugin, list_entries, load_plugin
 from onnxplace.state import State
 from onnxplace.target.limits import require_device_limit
@@ -116,19 +117,11 @@ def require_graph_format(path: Path) -> None:
 
 def _decompress(data: bytes, where: str) -> bytes:
     """Decompress gzip data, up to one byte over the limit; raise InputError if it is damaged."""
-    parts, size = [], 0
     try:
-        while data and size <= MAX_FILE_BYTES:  # a gzip file may have several members
-            stream = zlib.decompressobj(wbits=31)  # the format of gzip
-            parts.append(stream.decompress(data, MAX_FILE_BYTES + 1 - size))
-            size += len(parts[-1])
-            if not stream.eof and size <= MAX_FILE_BYTES:
-                raise EOFError
-            data = stream.unused_data.lstrip(b"\0")  # tapes are padded with zeros
-    except (EOFError, zlib.error):
+        return gzip.GzipFile(fileobj=io.BytesIO(data)).read(MAX_FILE_BYTES + 1)
+    except (EOFError, OSError, zlib.error):
         hint = "copy or make it again"
         raise InputError("D001", "its gzip data is cut off or damaged", where=where, hint=hint) from None
-    return b"".join(parts)
 
 
 def parse_cost_graph(data: Mapping[str, Any], name: str = "graph") -> CostGraph:
@@ -156,9 +149,7 @@ def parse_cost_graph(data: Mapping[str, Any], name: str = "graph") -> CostGraph:
     if (invalid := next((group for group in groups if not isinstance(group, Hashable)), None)) is not None:
         message = f"expected a group that is a number or a text, got {invalid!r}"
         raise InputError("D002", message, where=where, hint="change the group, or leave it out")
-    distinct = dict.fromkeys(group for group in groups if group is not None)
-    group_index = {group: index for index, group in enumerate(distinct)}
-    given_group = np.array([-1 if group is None else group_index[group] for group in groups], dtype=np.int32)
+    given_group = number_densely([None, *groups])[1:] - 1  # so that None, which comes first, is -1
     backward = np.array([bool(node.get("is_backward")) for node in nodes], dtype=bool)
     try:
         _ = graph.order
@@ -219,7 +210,6 @@ class _EdgeValues:
 def _collect_values(edges: Sequence[Mapping[str, Any]], position: Mapping[Hashable, int], where: str) -> _EdgeValues:
     index: dict[tuple[int, Hashable], int] = {}
     names: list[str] = []
-    producer: list[int] = []
     sizes_by_value: list[Mapping[str, Any]] = []
     value_of_read: list[int] = []
     readers: list[int] = []
@@ -234,13 +224,12 @@ def _collect_values(edges: Sequence[Mapping[str, Any]], position: Mapping[Hashab
             if key not in index:
                 index[key] = len(names)
                 names.append(str(tensor.get("name") or f"{source}->{destination}"))
-                producer.append(position[source])
                 sizes_by_value.append({"name": f"{source}->{destination}", "bytes": tensor.get("bytes", 0)})
             value_of_read.append(index[key])
             readers.append(position[destination])
     sizes = np.rint(read_costs(sizes_by_value, "bytes", where)).astype(np.int64)
     value, reader = (np.array(numbers, dtype=np.int32) for numbers in (value_of_read, readers))
-    return _EdgeValues(names, producer, sizes, value, reader)
+    return _EdgeValues(names, [producer for producer, _ in index], sizes, value, reader)
 
 
 def _list_tensors(edge: Mapping[str, Any], where: str) -> Sequence[Mapping[str, Any]]:
@@ -264,7 +253,7 @@ def _build_op_graph(nodes: Sequence[Mapping[str, Any]], values: _EdgeValues, whe
     np.add.at(carried, producer, values.bytes)
     unread = np.flatnonzero(output > carried).astype(np.int32)
     persistent = read_costs(nodes, "memory_bytes", where).astype(np.int64)
-    weight_owners = np.flatnonzero(persistent > 0)
+    weight_owners = np.flatnonzero(persistent > 0).astype(np.int32)
     names = _number_repeated_names([str(node.get("name", node.get("id"))) for node in nodes])
     return OpGraph(
         names=names,
@@ -277,10 +266,7 @@ def _build_op_graph(nodes: Sequence[Mapping[str, Any]], values: _EdgeValues, whe
         inputs=Csr.grouped(values.reader, values.value, count),
         weight_names=tuple(names[n] for n in weight_owners),
         weight_bytes=persistent[weight_owners],
-        weights=Csr(
-            np.concatenate([[0], np.cumsum(persistent > 0)]).astype(np.int64),
-            np.arange(len(weight_owners), dtype=np.int32),
-        ),
+        weights=Csr.grouped(weight_owners, np.arange(len(weight_owners), dtype=np.int32), count),
         workspace_bytes=read_costs(nodes, "temp_bytes", where).astype(np.int64),
     )
 

@@ -161,19 +161,16 @@ def build_whole_model(
         initializers: As `collect_initializers` returns them.
         weights: A file that takes the weights; None to hold them in the model.
     """
-    manifest = models.manifest
+    manifest, header, metadata = models.manifest, models.header, models.manifest.metadata
     tensors = models.place(initializers, weights)
-    nodes = _return_outputs(manifest, models.segments, {tensor.name for tensor in tensors})
     graph = GraphProto(
         name=manifest.model or "graph",
-        node=nodes,
+        node=_return_outputs(manifest, models.segments, {tensor.name for tensor in tensors}),
         initializer=tensors,
         input=describe_values(manifest.inputs),
         output=describe_values(manifest.outputs),
+        doc_string=metadata.graph_description,
     )
-    header = models.header
-    metadata = manifest.metadata
-    graph.doc_string = metadata.graph_description
     entries = dict(metadata.custom_metadata_map)
     if manifest.training is not None and any(segment.record.keeps_order for segment in models.segments):
         entries[TRAINING_KEY] = manifest.training.model_dump_json(exclude={"nodes"})

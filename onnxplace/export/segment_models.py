@@ -13,6 +13,7 @@ from onnxplace.bundle.bundle import SEGMENTS_FOLDER, WHOLE_MODEL_FILE, Bundle
 from onnxplace.bundle.bundle_simulation import order_segments
 from onnxplace.bundle.manifest import InitialRecord, InputRecord, Manifest, OutputRecord, SegmentRecord
 from onnxplace.errors import BundleError
+from onnxplace.model.nested_graphs import refill
 from onnxplace.model.tensors import embed_tensor, make_reference, parse_type, tensor_size
 from onnxplace.model.weights import WeightFile
 from onnxplace.target.target import Device
@@ -49,9 +50,7 @@ class BundleModels:
 
     def _read_model(self, segment: SegmentRecord) -> ModelProto:
         proto, records = ModelProto.FromString(self.bundle.file(segment.file).read_bytes()), self.manifest.streamed
-        kept = [item for item in proto.graph.input if item.name not in segment.streamed]
-        del proto.graph.input[:]
-        proto.graph.input.extend(kept)
+        refill(proto.graph.input, (item for item in proto.graph.input if item.name not in segment.streamed))
         weights = (self._refer_to_bytes(name, records[name].dtype, records[name]) for name in segment.streamed)
         proto.graph.initializer.extend(weights)
         return proto

@@ -181,7 +181,7 @@ def complete_sizes(names: Iterable[str], sizes: Mapping[str, int]) -> dict[str, 
         name = waiting.popleft()
         unknown = [symbol for symbol in dict.fromkeys(symbols_of(terms[name])) if symbol not in result]
         if not unknown:
-            _store_size(name, _evaluate_named(name, terms[name], result), result)
+            _derive_size(name, terms[name], result)
         elif len(unknown) == 1 and name in result:
             size = _solve(name, terms[name], unknown[0], result)
             if size is not None:
@@ -196,29 +196,22 @@ def drop_derived_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
     >>> drop_derived_sizes({"past": 5, "seq": 1, "past + seq": 6})
     {'past': 5, 'seq': 1}
     """
-    terms = {name: parse_size(name) for name in sizes}
     return {
         name: size
         for name, size in sizes.items()
-        if (term := terms[name]) is None or any(symbol not in sizes for symbol in symbols_of(term))
+        if (term := parse_size(name)) is None or any(symbol not in sizes for symbol in symbols_of(term))
     }
 
 
-def _evaluate_named(name: str, term: Term, sizes: Mapping[str, int]) -> int:
-    """Return the size that an expression gives; raises NoSizeError naming the dimension."""
+def _derive_size(name: str, term: Term, sizes: dict[str, int]) -> None:
+    """Store the size that an expression gives; raises NoSizeError if it gives none, or the dimension has another."""
     try:
-        return evaluate(term, sizes)
+        size = evaluate(term, sizes)
     except NoSizeError as problem:
-        raise NoSizeError(
-            f"dimension {name!r} cannot be computed from {_format_sizes(term, sizes)}: {problem}"
-        ) from None
-
-
-def _store_size(name: str, size: int, sizes: dict[str, int]) -> None:
-    """Store a computed size; raises NoSizeError if the dimension has another one."""
+        symbols = _format_sizes(term, sizes)
+        raise NoSizeError(f"dimension {name!r} cannot be computed from {symbols}: {problem}") from None
     if sizes.setdefault(name, size) != size:
-        symbols = _format_sizes(parse_size(name) or name, sizes)
-        raise NoSizeError(f"dimension {name!r} is {sizes[name]}, and {size} by {symbols}")
+        raise NoSizeError(f"dimension {name!r} is {sizes[name]}, and {size} by {_format_sizes(term, sizes)}")
 
 
 def _format_sizes(term: Term, sizes: Mapping[str, int]) -> str:

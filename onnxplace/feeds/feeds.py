@@ -95,7 +95,7 @@ def check_feeds(feeds: Mapping[str, Any], inputs: Sequence[Declared], *, strict:
         raise FeedError("F002", f"no value for {format_names(missing)}", hint=hint)
     symbols: Symbols | None = {} if strict else None
     return {
-        name: _check_tensor(_as_array(name, value, known[name].dtype), known[name], symbols)
+        name: _check_tensor(value, known[name], symbols)
         if known[name].dtype.startswith("tensor(")
         else _check_non_tensor(name, value, known[name].dtype)
         for name, value in feeds.items()
@@ -108,13 +108,12 @@ def _check_non_tensor(name: str, value: Any, dtype: str) -> Any:
         inner = dtype.removeprefix("optional(").removesuffix(")")
         return None if value is None else _check_non_tensor(name, value, inner)
     if dtype.startswith("tensor("):
-        return _check_tensor(_as_array(name, value, dtype), Declared(name, dtype, None), {})
+        return _check_tensor(value, Declared(name, dtype, None), {})
     if not dtype.startswith("seq(tensor(") or not isinstance(value, (list, tuple)):
         message = f"expected {dtype}, got {type(value).__name__}"
         raise FeedError("F003", message, where=f"input {name!r}", hint="give a list of arrays")
-    element_type = dtype.removeprefix("seq(").removesuffix(")")
-    item = Declared(name, element_type, None)
-    return [_check_tensor(_as_array(name, element, element_type), item, {}) for element in value]
+    item = Declared(name, dtype.removeprefix("seq(").removesuffix(")"), None)
+    return [_check_tensor(element, item, {}) for element in value]
 
 
 def _as_array(name: str, value: Any, dtype: str) -> Array:
@@ -165,10 +164,9 @@ def describe_input(item: Declared) -> str:
     return f"{item.name} {item.dtype} {shape}"
 
 
-def _check_tensor(array: Array, item: Declared, symbols: Symbols | None) -> Array:
-    """Return an array with the declared type; raises FeedError if type or shape do not fit."""
-    where = f"input {item.name!r}"
-    dtype = numpy_type(item.dtype)
+def _check_tensor(value: Any, item: Declared, symbols: Symbols | None) -> Array:
+    """Return a value as an array of the declared type; raises FeedError if type or shape do not fit."""
+    where, array, dtype = f"input {item.name!r}", _as_array(item.name, value, item.dtype), numpy_type(item.dtype)
     if dtype is not None and array.dtype.type is np.void and array.dtype.itemsize == dtype.itemsize:
         array = array.view(dtype)  # .npz files store types of ml_dtypes as plain bytes
     if dtype is not None and array.dtype != dtype:

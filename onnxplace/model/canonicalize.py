@@ -41,6 +41,7 @@ from onnxplace.model.nested_graphs import (
     iterate_initializers,
     iterate_reads,
     iterate_tensors,
+    refill,
     rename_reads,
     walk_graphs,
     walk_nodes,
@@ -278,18 +279,13 @@ def _make_self_contained(
             for tensor in filter(_is_external, list(iterate_tensors(node))):
                 tensor.CopyFrom(embed_tensor(tensor, folder))
             for graph in walk_graphs([node]):
-                _replace_nodes(graph, _assign_unique_names(list(graph.node), used))
+                refill(graph.node, _assign_unique_names(list(graph.node), used))
         result.append(node)
     return result
 
 
 def _is_external(tensor: TensorProto) -> bool:
     return tensor.data_location == TensorProto.EXTERNAL
-
-
-def _replace_nodes(graph: GraphProto, nodes: Sequence[NodeProto]) -> None:
-    del graph.node[:]
-    graph.node.extend(nodes)
 
 
 def _lift_weights(graph: GraphProto, owner: str, initializers: dict[str, TensorProto]) -> None:
@@ -315,9 +311,8 @@ def _lift_weights(graph: GraphProto, owner: str, initializers: dict[str, TensorP
         node for node in graph.node if not (is_tensor_constant(node) and lift(node.output[0], node.attribute[0].t))
     ]
     if new_names:
-        del graph.initializer[:]
-        graph.initializer.extend(weights)
-        _replace_nodes(graph, nodes)
+        refill(graph.initializer, weights)
+        refill(graph.node, nodes)
         for node in graph.node:
             rename_reads(node, new_names)
 
@@ -383,8 +378,7 @@ def _inline_calls(proto: ModelProto, functions: Mapping[str, FunctionProto], whe
             called[_identify_function(node)] = function
             given = {attribute.name for attribute in node.attribute}
             node.attribute.extend(item for item in function.attribute_proto if item.name not in given)
-    del proto.functions[:]
-    proto.functions.extend(called.values())
+    refill(proto.functions, called.values())
     inlined = proto
     with suppress(Exception):  # the inliner raises plain C++ errors, such as assertions
         inlined = inline_local_functions(proto)

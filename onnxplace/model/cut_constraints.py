@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 
 import numpy as np
@@ -100,8 +101,7 @@ def list_quantised_kernels(model: Model, integers: Collection[str]) -> list[tupl
         count = _QUANTISED_INPUTS.get(node.op_type, 0)
         path = _find_quantiser(model, readers, node.output[0]) if count else []
         if path and all(sources.get(name) in integers for name in node.input[:count]):
-            kernel = NodeProto()
-            kernel.CopyFrom(node)
+            kernel = deepcopy(node)
             kernel.input[:] = [sources.get(name, name) for name in node.input]
             kernel.output[:] = model.nodes[path[-1]].output
             kernels[index] = kernel, tuple(dict.fromkeys(filter(None, kernel.input)))
@@ -194,7 +194,12 @@ def find_scales_to_protect(model: Model, segments: Sequence[Ints]) -> list[froze
         segments: Indices of each segment's nodes; every node is in one segment.
     """
     protected: list[set[str]] = [set() for _ in segments]
-    weights = [index for index in range(len(model.nodes)) if _dequantises_weight(model, index)]
+    # Nodes that dequantise a constant by a constant scale.
+    weights = [
+        index
+        for index, node in enumerate(model.nodes)
+        if is_quantization_node(node, DEQUANTIZE) and all(name in model.constants for name in node.input[:2])
+    ]
     if weights:
         segment_of = np.zeros(len(model.nodes), dtype=np.int32)
         for number, nodes in enumerate(segments):
@@ -205,12 +210,6 @@ def find_scales_to_protect(model: Model, segments: Sequence[Ints]) -> list[froze
             if preventing and segment_of[index] not in preventing:
                 protected[segment_of[index]].add(model.nodes[index].input[1])
     return [frozenset(names) for names in protected]
-
-
-def _dequantises_weight(model: Model, index: int) -> bool:
-    """Return whether a node dequantises a constant by a constant scale."""
-    node = model.nodes[index]
-    return is_quantization_node(node, DEQUANTIZE) and all(name in model.constants for name in node.input[:2])
 
 
 class _FusionContext:

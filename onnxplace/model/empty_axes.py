@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from onnx import GraphProto, NodeProto, TensorProto, TypeProto, ValueInfoProto, helper, numpy_helper
 
-from onnxplace.model.nested_graphs import iterate_subgraphs, rename_reads
+from onnxplace.model.nested_graphs import iterate_subgraphs, refill, rename_reads
 from onnxplace.model.tensors import read_shape_entries
 
 ENDS_PROCESS = "ONNX Runtime ends the process"
@@ -51,8 +51,7 @@ def guard_empty_axes(graph: GraphProto, types: Mapping[str, TypeProto]) -> None:
                     graph.value_info.append(ValueInfoProto(name=node.input[position], type=types[name]))
         _guard_scan_outputs(node)
         nodes.append(node)
-    del graph.node[:]
-    graph.node.extend(nodes)
+    refill(graph.node, nodes)
 
 
 def list_own_nodes(graph: GraphProto) -> list[NodeProto]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from onnxplace.model.nested_graphs import is_tensor_constant, iterate_reads, iterate_subgraphs, walk_nodes
+from onnxplace.model.nested_graphs import is_tensor_constant, iterate_reads, walk_graphs, walk_nodes
 from onnxplace.model.shape_inference import infer_shapes
 from onnxplace.model.tensors import strip_data
 
@@ -108,12 +108,9 @@ class _Tracer:
         for node in self._nodes:
             origin = self._trace_node(node, known)
             if origin is not None:
-                known.update({name: origin | self._start(name) for name in node.output if name})
+                own = {name: Lineage(self._types.get(name, frozenset())) for name in node.output if name}
+                known.update({name: origin | start for name, start in own.items()})
         return {name: known.get(name, Lineage()) for name in self._outputs}
-
-    def _start(self, name: str) -> Lineage:
-        """Return a lineage of the value's type alone."""
-        return Lineage(self._types.get(name, frozenset()))
 
     def _trace_node(self, node: NodeProto, known: Mapping[str, Lineage]) -> Lineage | None:
         """Return the lineage of a node's outputs; None if they are constant."""
@@ -129,7 +126,7 @@ class _Tracer:
             carried = sources.random_nodes if shape_is_drawn else frozenset()
             return Lineage(random_nodes=drawing | carried, shape_is_drawn=shape_is_drawn)
         cast = _to_numpy_names([kind]) if (kind := _read_cast_type(node)) else frozenset()
-        types = _unite([sources.types, cast, *(_collect_subgraph_types(graph) for graph in iterate_subgraphs(node))])
+        types = sources.types.union(cast, *map(_collect_graph_types, walk_graphs([node])))
         return Lineage(types, sources.random_nodes | drawing, shape_is_drawn)
 
     def _is_random(self, node: NodeProto) -> bool:
@@ -156,24 +153,18 @@ def _has_drawn_shape(node: NodeProto, inputs: Mapping[str, Lineage], is_random: 
 
 def _iterate_constants(graph: GraphProto) -> Iterator[tuple[str, TensorProto]]:
     """Yield the constants of a graph and its subgraphs, by name."""
-    yield from ((tensor.name, tensor) for tensor in graph.initializer)
-    for node in graph.node:
-        if is_tensor_constant(node):
-            yield node.output[0], node.attribute[0].t
-        for inner in iterate_subgraphs(node):
-            yield from _iterate_constants(inner)
+    for inner in (graph, *walk_graphs(graph.node)):
+        yield from ((tensor.name, tensor) for tensor in inner.initializer)
+        yield from ((node.output[0], node.attribute[0].t) for node in inner.node if is_tensor_constant(node))
 
 
 def _infer_types(model: ModelProto) -> ModelProto:
     """Return a copy of a model with inferred types, without the bytes of large weights."""
     graph = model.graph
+    weights = [strip_data(tensor) for tensor in graph.initializer]
+    small = helper.make_graph(graph.node, graph.name, graph.input, graph.output, weights, value_info=graph.value_info)
     copy = ModelProto(ir_version=model.ir_version, opset_import=model.opset_import, functions=model.functions)
-    copy.graph.name = graph.name
-    copy.graph.node.extend(graph.node)
-    copy.graph.initializer.extend(map(strip_data, graph.initializer))
-    copy.graph.input.extend(graph.input)
-    copy.graph.output.extend(graph.output)
-    copy.graph.value_info.extend(graph.value_info)
+    copy.graph.CopyFrom(small)
     try:
         return infer_shapes(copy)
     except Exception:  # noqa: BLE001 - inference may fail here: the declared types count then
@@ -187,21 +178,13 @@ def _collect_value_types(graph: GraphProto) -> dict[str, frozenset[str]]:
     return {value.name: _to_numpy_names([value.type.tensor_type.elem_type]) for value in tensors}
 
 
-def _collect_subgraph_types(graph: GraphProto) -> frozenset[str]:
-    """Return the known types of the values in a subgraph.
-
-    Those of nested subgraphs are included.
-    """
+def _collect_graph_types(graph: GraphProto) -> frozenset[str]:
+    """Return the known types of the values in a graph, those of its subgraphs left out."""
     casts = _to_numpy_names(kind for node in graph.node if (kind := _read_cast_type(node)))
-    inner = (_collect_subgraph_types(nested) for node in graph.node for nested in iterate_subgraphs(node))
-    return _unite([casts, *_collect_value_types(graph).values(), *inner])
+    return casts.union(*_collect_value_types(graph).values())
 
 
 def _to_numpy_names(types: Iterable[int]) -> frozenset[str]:
     """Return numpy's names of element types that hold numbers."""
     known = {kind for kind in types if kind not in (TensorProto.UNDEFINED, TensorProto.STRING)}
     return frozenset(helper.tensor_dtype_to_np_dtype(kind).name for kind in known)
-
-
-def _unite(sets: Iterable[Collection[str]]) -> frozenset[str]:
-    return frozenset().union(*sets)

@@ -71,12 +71,8 @@ def _require_dimensions(keys: Iterable[str], dimensions: Mapping[str, int]) -> N
     known = {name for key in keys for name in (key, *symbols_of_dimension(key))}
     for key, size in dimensions.items():
         if key not in known:
-            raise ModelError(
-                "M022",
-                f"the model has no symbolic dimension {key!r}",
-                where="--shape",
-                hint=suggest_nearest(key, sorted(known)) if known else "all its dimensions are fixed",
-            )
+            hint = suggest_nearest(key, sorted(known)) if known else "all its dimensions are fixed"
+            raise ModelError("M022", f"the model has no symbolic dimension {key!r}", where="--shape", hint=hint)
         if not isinstance(size, Integral) or not 0 <= size <= MAX_DIMENSION:
             message = f"dimension {key!r} is {size!r}, expected a whole number from 0 to {MAX_DIMENSION}"
             raise ModelError("M022", message, where="--shape", hint=f"such as --shape {key}=1")
@@ -183,7 +179,7 @@ def build_op_graph(model: Model, value_bytes: Mapping[str, int]) -> OpGraph:
         value_bytes=np.array([value_bytes.get(name, 0) for name in names], dtype=np.int64),
         producer=np.array(producer, dtype=np.int32),
         is_output=np.array([name in returned for name in names], dtype=bool),
-        alias=np.array(_find_aliases(model, names, producer, value_index), dtype=np.int32),
+        alias=np.array(_find_aliases(model, value_index), dtype=np.int32),
         inputs=Csr.of([[value_index[name] for name in reads if name in value_index] for reads in model.reads]),
         weight_names=tuple(weight_names),
         weight_bytes=np.array([tensor_size(model.initializers[name]) for name in weight_names], dtype=np.int64),
@@ -192,16 +188,14 @@ def build_op_graph(model: Model, value_bytes: Mapping[str, int]) -> OpGraph:
     )
 
 
-def _find_aliases(model: Model, names: list[str], producer: list[int], value_index: Mapping[str, int]) -> list[int]:
+def _find_aliases(model: Model, value_index: Mapping[str, int]) -> list[int]:
     """Return the index of the value that each value views.
 
     It is -1 for a value that is no view.
     """
-    aliases = [-1] * len(names)
-    for value, node_index in enumerate(producer):
-        if node_index >= 0:
-            node = model.nodes[node_index]
-            is_view = node.domain in ("", "ai.onnx") and node.op_type in VIEW_OPERATORS and node.input
-            if is_view and node.output[0] == names[value]:
-                aliases[value] = value_index.get(node.input[0], -1)
+    aliases = [-1] * len(value_index)
+    for node in model.nodes:
+        is_view = node.op_type in VIEW_OPERATORS and node.domain in ("", "ai.onnx")
+        if is_view and node.input and any(node.output[:1]):
+            aliases[value_index[node.output[0]]] = value_index.get(node.input[0], -1)
     return aliases

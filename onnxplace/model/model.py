@@ -147,7 +147,10 @@ class Model:
 
         Symbolic dimensions stay symbolic. Types without a shape are those of values whose shape is doubtful.
         """
-        skeleton = self._build_skeleton()
+        # Without the bytes of large weights, it is small enough for shape inference.
+        weights = [strip_data(item) for item in self.initializers.values() if item.name not in self.input_names]
+        outputs = [self._describe_source(output) for output in self.outputs]
+        skeleton = self.proto(self.nodes, weights, self.inputs, outputs)
         try:
             inferred = infer_shapes(skeleton)
             graph = inferred.graph
@@ -165,14 +168,6 @@ class Model:
             if types[name].HasField("tensor_type"):
                 types[name].tensor_type.ClearField("shape")
         return types
-
-    def _build_skeleton(self) -> ModelProto:
-        """Return the model without the bytes of large weights.
-
-        It is small enough for shape inference.
-        """
-        weights = [strip_data(item) for item in self.initializers.values() if item.name not in self.input_names]
-        return self.proto(self.nodes, weights, self.inputs, [self._describe_source(out) for out in self.outputs])
 
     def _describe_source(self, output: ValueInfoProto) -> ValueInfoProto:
         """Return the value that an output returns, without a shape."""
@@ -221,7 +216,8 @@ class Model:
             weights: A file that takes the weights; by default they stay in the model.
             more: Values that become outputs too.
         """
-        nodes = [node for node in self.nodes if not (node.output and node.output[0] in self._returned_initializers)]
+        returned = frozenset(self.sources.values())
+        nodes = [node for node in self.nodes if not (node.output and node.output[0] in returned)]
         tensors = list(self.initializers.values())
         if weights:
             tensors = [weights.place(tensor, self.folder) for tensor in tensors]
@@ -234,9 +230,8 @@ class Model:
 
     def guard_empty_axes(self, proto: ModelProto) -> None:
         """Let a model of some of the nodes refuse what would end the process, if a CPU computes it."""
-        if self.opset >= MIN_GUARDED_OPSET and any(
-            item.op_type in FATAL_OPERATORS for item in walk_nodes(proto.graph.node)
-        ):
+        operators = {node.op_type for node in walk_nodes(proto.graph.node)}
+        if self.opset >= MIN_GUARDED_OPSET and not operators.isdisjoint(FATAL_OPERATORS):
             guard_empty_axes(proto.graph, self.types)
 
     @property
@@ -246,10 +241,6 @@ class Model:
         Sessions need it that are opened from bytes.
         """
         return {"session.model_external_initializers_file_folder_path": str(self.folder)} if self.folder else {}
-
-    @cached_property
-    def _returned_initializers(self) -> frozenset[str]:
-        return frozenset(self.sources.values())
 
     @cached_property
     def inline_bytes(self) -> int:

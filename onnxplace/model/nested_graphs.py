@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from onnx import AttributeProto, GraphProto, NodeProto, TensorProto
 
@@ -101,6 +102,13 @@ def is_tensor_constant(node: NodeProto) -> bool:
         and len(node.attribute) == 1
         and node.attribute[0].name == "value"
     )
+
+
+def refill(field: Any, items: Iterable[Any]) -> None:
+    """Replace the items of a repeated field of protobuf, which cannot be assigned."""
+    kept = list(items)
+    del field[:]
+    field.extend(kept)
 
 
 def rename_reads(node: NodeProto, new_names: Mapping[str, str]) -> None:

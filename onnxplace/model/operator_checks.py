@@ -168,19 +168,13 @@ def require_operators(model: Model) -> None:
                 continue  # ONNX Runtime does not list the operators of libraries; opening a session checks them
             domains = ", ".join(repr(name or "ai.onnx") for name in known)
             hint = suggest_nearest(node.op_type, known[domain]) if domain in known else f"known domains: {domains}"
-            raise ModelError(
-                "M010",
-                f"ONNX Runtime has no operator {_qualify(domain, node.op_type)}",
-                where=f"node {node.name!r}",
-                hint=f"{LIBRARY_HINT}; {hint}" if domain else hint,
-            )
+            hint = f"{LIBRARY_HINT}; {hint}" if domain else hint
+            message = f"ONNX Runtime has no operator {_qualify(domain, node.op_type)}"
+            raise ModelError("M010", message, where=f"node {node.name!r}", hint=hint)
         if since > versions.get(domain, since):
-            raise ModelError(
-                "M010",
-                f"operator {node.op_type} needs opset {since} or newer, the model uses {versions[domain]}",
-                where=f"node {node.name!r}",
-                hint="export the model with a newer opset",
-            )
+            message = f"operator {node.op_type} needs opset {since} or newer, the model uses {versions[domain]}"
+            hint = "export the model with a newer opset"
+            raise ModelError("M010", message, where=f"node {node.name!r}", hint=hint)
 
 
 def note_known_functions(functions: Iterable[FunctionProto], where: str) -> tuple[Diagnostic, ...]:
@@ -236,12 +230,9 @@ def _require_opsets(model: Model) -> None:
     try:
         open_session(proto.SerializeToString(), make_session_options([0], "none"))
     except ModelError:
-        raise ModelError(
-            "M010",
-            f"opset {opsets[0].version} is newer than onnxruntime {import_onnxruntime().__version__} supports",
-            where=model.name,
-            hint="export the model with an older opset, or update onnxruntime",
-        ) from None
+        version, hint = opsets[0].version, "export the model with an older opset, or update onnxruntime"
+        message = f"opset {version} is newer than onnxruntime {import_onnxruntime().__version__} supports"
+        raise ModelError("M010", message, where=model.name, hint=hint) from None
 
 
 def _qualify(domain: str, operator: str) -> str:

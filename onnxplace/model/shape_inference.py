@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Set
+from copy import deepcopy
 from functools import cache
 
 import onnx
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, defs, helper
 
-from onnxplace.model.nested_graphs import iterate_subgraphs
+from onnxplace.model.nested_graphs import iterate_subgraphs, refill
 from onnxplace.model.tensors import is_known_shape, read_shape_entries
 
 FRAGILE_INPUTS = {"Slice": 0, "GatherND": 1, "Split": 0}
@@ -31,9 +32,7 @@ def infer_shapes(model: ModelProto, *, data_prop: bool = False) -> ModelProto:
 
     Raises what `onnx.shape_inference.infer_shapes` does.
     """
-    result, guarded = ModelProto(), ModelProto()
-    result.CopyFrom(model)
-    guarded.CopyFrom(model)
+    result, guarded = deepcopy(model), deepcopy(model)
     # Values of shapes do not pass a guard: there is none where the sizes are known to be possible.
     values = [*model.graph.input, *(model.graph.value_info if data_prop else ())]
     sure = frozenset(value.name for value in values if is_known_shape(read_shape_entries(value.type)))
@@ -45,8 +44,7 @@ def infer_shapes(model: ModelProto, *, data_prop: bool = False) -> ModelProto:
     inferred = onnx.shape_inference.infer_shapes(guarded, data_prop=data_prop).graph
     for field in ("output", "value_info"):
         values = [value for value in getattr(inferred, field) if not value.name.startswith(_DOMAIN)]
-        result.graph.ClearField(field)
-        getattr(result.graph, field).extend(values)
+        refill(getattr(result.graph, field), values)
     return result
 
 

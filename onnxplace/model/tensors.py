@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import TypeGuard
 
 import numpy as np
-from onnx import TensorProto, TypeProto, ValueInfoProto, helper, numpy_helper
+from onnx import StringStringEntryProto, TensorProto, TypeProto, ValueInfoProto, helper, numpy_helper
 
 from onnxplace.errors import ModelError, format_one_line
 from onnxplace.feeds.dimensions import MAX_DIMENSION, MAX_RANK
@@ -165,7 +165,7 @@ def find_external_file(tensor: TensorProto, folder: Path | None) -> Path:
     if folder is None:
         message = "it has external data, but the model is an object without a folder"
         raise _build_data_error(tensor, message, "pass the path of the model file")
-    location = {entry.key: entry.value for entry in tensor.external_data}.get("location", "")
+    location = _read_entries(tensor).get("location", "")
     file = folder / location
     shown = str(file) if len(str(file)) < _MAX_SHOWN_CHARACTERS else f"{str(file)[:_MAX_SHOWN_CHARACTERS]}..."
     try:
@@ -210,7 +210,7 @@ def find_external_range(tensor: TensorProto, folder: Path | None) -> tuple[Path,
 
 def read_external_range(tensor: TensorProto) -> tuple[int, int]:
     """Return (offset, length) of a tensor's external data, in a file that may be absent; raises ModelError."""
-    entries = {entry.key: entry.value for entry in tensor.external_data}
+    entries = _read_entries(tensor)
     try:
         offset, length = int(entries.get("offset") or 0), int(entries.get("length") or tensor_size(tensor))
     except ValueError:
@@ -254,10 +254,18 @@ def make_reference(
     name: str, data_type: int, dims: Iterable[int], location: str, offset: int, length: int
 ) -> TensorProto:
     """Return a tensor whose bytes are at `offset` of a file."""
-    tensor = TensorProto(name=name, data_type=data_type, dims=dims, data_location=TensorProto.EXTERNAL)
-    for key, value in (("location", location), ("offset", offset), ("length", length)):
-        tensor.external_data.add(key=key, value=str(value))
-    return tensor
+    return _make_external(name, data_type, dims, {"location": location, "offset": offset, "length": length})
+
+
+def _make_external(name: str, data_type: int, dims: Iterable[int], entries: Mapping[str, object]) -> TensorProto:
+    """Return a tensor with these entries about its external data."""
+    data = [StringStringEntryProto(key=key, value=str(value)) for key, value in entries.items()]
+    place = TensorProto.EXTERNAL
+    return TensorProto(name=name, data_type=data_type, dims=dims, data_location=place, external_data=data)
+
+
+def _read_entries(tensor: TensorProto) -> dict[str, str]:
+    return {entry.key: entry.value for entry in tensor.external_data}
 
 
 Fingerprint = tuple[int, int, int, int]
@@ -296,13 +304,9 @@ def make_tensor_part(tensor: TensorProto, name: str, axis: int, ranges: Sequence
     """
     dims = list(tensor.dims)
     dims[axis] = sum(high - low for low, high in ranges)
-    part = TensorProto(name=name, data_type=tensor.data_type, dims=dims, data_location=TensorProto.EXTERNAL)
-    for entry in tensor.external_data:
-        part.external_data.add(key=entry.key, value=entry.value)
-    part.external_data.add(key=_AXIS, value=str(axis))
-    part.external_data.add(key=_RANGES, value=",".join(f"{low}:{high}" for low, high in ranges))
-    part.external_data.add(key=_DIMS, value=",".join(map(str, tensor.dims)))
-    return part
+    text = ",".join(f"{low}:{high}" for low, high in ranges)
+    cut = {_AXIS: axis, _RANGES: text, _DIMS: ",".join(map(str, tensor.dims))}
+    return _make_external(name, tensor.data_type, dims, {**_read_entries(tensor), **cut})
 
 
 def is_tensor_part(tensor: TensorProto) -> bool:
@@ -310,27 +314,25 @@ def is_tensor_part(tensor: TensorProto) -> bool:
     return tensor.data_location == TensorProto.EXTERNAL and any(entry.key == _AXIS for entry in tensor.external_data)
 
 
-def _read_entries(tensor: TensorProto) -> tuple[TensorProto, int, list[tuple[int, int]]]:
+def _read_part(tensor: TensorProto) -> tuple[TensorProto, int, list[tuple[int, int]]]:
     """Return the whole tensor, the axis and the ranges of a part."""
-    entries = {entry.key: entry.value for entry in tensor.external_data}
+    entries = _read_entries(tensor)
     dims = [int(size) for size in entries.pop(_DIMS).split(",")]
     axis = int(entries.pop(_AXIS))
     pairs = [item.split(":") for item in entries.pop(_RANGES).split(",")]
-    whole = TensorProto(name=tensor.name, data_type=tensor.data_type, dims=dims, data_location=TensorProto.EXTERNAL)
-    for key, value in entries.items():
-        whole.external_data.add(key=key, value=value)
+    whole = _make_external(tensor.name, tensor.data_type, dims, entries)
     return whole, axis, [(int(low), int(high)) for low, high in pairs]
 
 
 def describe_part(tensor: TensorProto, folder: Path | None) -> tuple[object, ...]:
     """Return a key of the bytes of a part: file, range and cut."""
-    whole, axis, ranges = _read_entries(tensor)
+    whole, axis, ranges = _read_part(tensor)
     return (*find_external_range(whole, folder), axis, tuple(ranges))
 
 
 def _read_part_bytes(tensor: TensorProto, folder: Path | None) -> Iterator[bytes]:
     """Yield the bytes of a part; at most some `READ_BYTES` are in memory at a time."""
-    whole, axis, ranges = _read_entries(tensor)
+    whole, axis, ranges = _read_part(tensor)
     file, offset, _ = find_external_range(whole, folder)
     inner = packed_size(whole.data_type, whole.dims[axis + 1 :])
     rows, row_bytes = math.prod(whole.dims[:axis]), whole.dims[axis] * inner

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 from onnx import TensorProto
@@ -88,9 +87,7 @@ class WeightFile:
     def __enter__(self) -> WeightFile:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._hasher.shutdown()
         self._stream.close()
 
@@ -146,12 +143,11 @@ class WeightFile:
                 return make_reference(tensor.name, tensor.data_type, tensor.dims, self._link(file), start, size)
         elif self._linked_below is not None:
             return tensor
-        if source not in self._offsets or source is None:
+        offset = None if source is None else self._offsets.get(source)
+        if offset is None:
             offset = self._append(read_tensor_bytes(tensor, folder), size)
             if source is not None:
                 self._offsets[source] = offset
-        else:
-            offset = self._offsets[source]
         return make_reference(tensor.name, tensor.data_type, tensor.dims, self.location, offset, size)
 
     def _link(self, file: Path) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -58,12 +58,8 @@ class Pipeline:
         for step in self.passes:
             for kind in step.requires:
                 if kind not in known:
-                    raise UsageError(
-                        "U002",
-                        f"pass {step.name!r} needs {kind.__name__}, which no earlier pass provides",
-                        where=f"pipeline {self}",
-                        hint=_suggest_providers(kind),
-                    )
+                    message = f"pass {step.name!r} needs {kind.__name__}, which no earlier pass provides"
+                    raise UsageError("U002", message, where=f"pipeline {self}", hint=_suggest_providers(kind))
             known = (known - find_stale_facts(step, known)) | set(step.provides)
 
     def run(self, state: State, observer: Observer | None = None) -> tuple[State, tuple[Timing, ...]]:
@@ -94,19 +90,16 @@ def make_pass(name: str, options: Mapping[str, object] = MappingProxyType({})) -
     return build_pass(kind, options)
 
 
-def find_stale_facts(step: Pass, known: Iterable[type]) -> set[type]:
+def find_stale_facts(step: Pass, known: Collection[type]) -> set[type]:
     """Return the known facts that a pass makes stale.
 
     These are the facts derived from those that it provides, except the ones that it preserves.
     """
     changed = set(step.provides)
-    stale: set[type] = set()
-    remaining = [kind for kind in known if kind not in changed]
-    while fresh := {
-        kind for kind in remaining if kind not in stale and {*getattr(kind, "derived_from", ())} & (changed | stale)
-    }:
-        stale |= fresh
-    return stale - set(step.preserves)
+    derived = {kind: getattr(kind, "derived_from", ()) for kind in known}
+    while fresh := {kind for kind in derived.keys() - changed if not changed.isdisjoint(derived[kind])}:
+        changed |= fresh
+    return changed.difference(step.provides, step.preserves)
 
 
 def run_pass(step: Pass, state: State) -> State:

@@ -44,12 +44,10 @@ def create_runtime(name: str, **options: Any) -> Runtime:
     for key in chosen:
         if key not in inspect.signature(runtime_class).parameters:
             owners = dict.fromkeys(("fallback", "isolate"), "onnxruntime")
-            owners |= {
-                option: owner for owner, options in list_options("runtime_options").items() for option in options
-            }
-            hint = (
-                f"leave it out, or use the runtime {owners[key]}, which has {key}" if key in owners else "leave it out"
-            )
+            for owner, added in list_options("runtime_options").items():
+                owners |= dict.fromkeys(added, owner)
+            other = f", or use the runtime {owners[key]}, which has {key}" if key in owners else ""
+            hint = f"leave it out{other}"
             raise UsageError("U045", f"runtime {name!r} has no option {key!r}", where=key, hint=hint)
     runtime: Runtime = runtime_class(**chosen)
     return runtime

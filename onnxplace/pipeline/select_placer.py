@@ -60,15 +60,13 @@ def choose_placer(
         raise UsageError("U001", f"{placer!r} is not a placer but a pipeline", where="--placer", hint=hint)
     options = dict(spec.options)
     known = {item.name for item in fields(_make_placer(spec))}
-    for option, flag, value in (("seconds", "--budget", seconds), ("seed", "--seed", seed)):
-        if value is None:
-            continue
-        if option not in known:
-            if option == "seconds":
-                message = f"placer {spec.name!r} does not search, so it has no time limit"
-                raise UsageError("U042", message, where=flag, hint="omit it, or choose --placer auto")
-            continue
-        options[option] = f"{value:g}" if option == "seconds" else str(value)
+    if seconds is not None:
+        if "seconds" not in known:
+            message = f"placer {spec.name!r} does not search, so it has no time limit"
+            raise UsageError("U042", message, where="--budget", hint="omit it, or choose --placer auto")
+        options["seconds"] = f"{seconds:g}"
+    if seed is not None and "seed" in known:
+        options["seed"] = str(seed)
     chosen = PassSpec(spec.name, options)
     make_pass(chosen.name, chosen.options)
     return chosen

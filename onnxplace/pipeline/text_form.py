@@ -136,11 +136,8 @@ def build_pass(kind: type[Pass], options: Mapping[str, object]) -> Pass:
     values: dict[str, Any] = {}
     for key, value in options.items():
         if key not in known:
-            raise UsageError(
-                "U004",
-                f"pass {kind.name!r} has no option {key!r}",
-                hint=suggest_nearest(key, known) if known else "it has no options",
-            )
+            hint = suggest_nearest(key, known) if known else "it has no options"
+            raise UsageError("U004", f"pass {kind.name!r} has no option {key!r}", hint=hint)
         option_type = get_type_hints(kind, include_extras=True)[key]
         try:
             values[key] = TypeAdapter(option_type).validate_python(_read_value(value, option_type))
@@ -154,12 +151,8 @@ def build_pass(kind: type[Pass], options: Mapping[str, object]) -> Pass:
     try:
         return kind(**values)
     except (TypeError, ValueError) as problem:
-        raise UsageError(
-            "U005",
-            f"cannot build it with these options: {problem}",
-            where=f"pass {kind.name!r}",
-            hint=f"`onnxplace passes {kind.name}` lists them",
-        ) from None
+        message, hint = f"cannot build it with these options: {problem}", f"`onnxplace passes {kind.name}` lists them"
+        raise UsageError("U005", message, where=f"pass {kind.name!r}", hint=hint) from None
 
 
 def format_tuple(items: Iterable[str]) -> str:
@@ -191,8 +184,7 @@ def _read_value(text: object, option_type: Any) -> object:
         return text
     if "tuple[" in str(option_type):
         return tuple(_parse_tuple(text))
-    optional = "None" in str(option_type)
-    return None if text == "none" and optional else text
+    return None if text == "none" and "None" in str(option_type) else text
 
 
 def make_spec(step: Pass) -> PassSpec:

@@ -11,7 +11,7 @@ from onnxplace.reports.layer_tree import name_layer
 from onnxplace.reports.page_records import ComparedQuantity, Comparison, PageData, Quantity, Table
 from onnxplace.reports.verdict import MIN_SHARE, RATE_LABEL
 from onnxplace.utils.groups import group_pairs
-from onnxplace.utils.quantities import format_bytes, format_time
+from onnxplace.utils.quantities import format_bytes, format_time, list_first
 
 # Layers that a row names.
 MAX_LISTED_LAYERS = 3
@@ -104,8 +104,7 @@ def _list_moves(first: PageData, second: PageData) -> Iterator[Table]:
 
 def _name_layers(names: Iterable[str]) -> str:
     layers = [*dict.fromkeys(name_layer(name) or name for name in names)]
-    more = [f"{len(layers) - MAX_LISTED_LAYERS} more"] if len(layers) > MAX_LISTED_LAYERS else []
-    return ", ".join((*layers[:MAX_LISTED_LAYERS], *more))
+    return ", ".join(list_first(layers, MAX_LISTED_LAYERS))
 
 
 def _find_devices(page: PageData) -> Mapping[str, str]:

@@ -16,6 +16,7 @@ from typing import Any
 from onnxplace.graph.op_graph import order_items
 from onnxplace.reports.page_records import LayerTree
 from onnxplace.utils.groups import group_pairs
+from onnxplace.utils.quantities import list_first
 
 Edges = Collection[tuple[int, int]]
 """Each from an item to one that reads it; none twice."""
@@ -132,9 +133,8 @@ def name_segment(nodes: Sequence[LayerNode]) -> str:
     for node in nodes:
         seconds[node.op] += node.seconds
     ranked = sorted(count, key=lambda op: (-seconds[op], -count[op]))
-    named = [f"{op} ×{count[op]}" if count[op] > 1 else op for op in ranked[:MAX_NAMED_OPERATORS]]
-    more = [f"{len(ranked) - MAX_NAMED_OPERATORS} more"] if len(ranked) > MAX_NAMED_OPERATORS else []
-    return where + ", ".join(named + more)
+    named = [f"{op} ×{count[op]}" if count[op] > 1 else op for op in ranked]
+    return where + ", ".join(list_first(named, MAX_NAMED_OPERATORS))
 
 
 def _group_repeats(layers: Sequence[_Layer], edges: Edges) -> list[_Layer]:

@@ -147,11 +147,6 @@ def require_report_packages() -> None:
         raise UsageError("U110", message, where="report", hint="pip install 'onnxplace[report]'")
 
 
-def build_page_json(page: PageData) -> dict[str, Any]:
-    """Return the data of a page as it goes into JSON."""
-    return asdict(page)
-
-
 def render_page(pages: Sequence[PageData]) -> str:
     """Return the HTML of a report about one bundle or placement, or about several next to each other.
 
@@ -181,7 +176,7 @@ def render_page(pages: Sequence[PageData]) -> str:
         styles=[_read_page_file(name) for name in STYLES],
         scripts=scripts,
         policy=_build_policy(scripts),
-        data=_escape_json([_round_times(build_page_json(page)) for page in pages]),
+        data=_escape_json([_round_times(asdict(page)) for page in pages]),
     )
 
 

@@ -298,14 +298,11 @@ def _walk_back(step: PlacedStep) -> Iterator[tuple[str, str, float, int]]:
 def _find_channel_predecessors(step: PlacedStep) -> list[list[int]]:
     """Return, for each transfer, those that held its channels before it."""
     sent, last = step.simulation.transfers, dict[tuple[str, int], int]()
+    kinds = {"duplex": ("out", "in"), "sequential": ("one", "one"), "parallel": ()}[step.target.link_model]
     earlier: list[list[int]] = [[] for _ in range(len(sent))]
     # Transfers fill gaps, so that they do not begin in the order in which they are booked.
     for index in np.lexsort((sent.finish_seconds, sent.start_seconds)).tolist():
-        source, destination = int(sent.source[index]), int(sent.destination[index])
-        kinds = ("one", "one") if step.target.link_model == "sequential" else ("out", "in")
-        channels = list(zip(kinds, (source, destination)))
-        if step.target.link_model == "parallel":
-            channels = []
+        channels = list(zip(kinds, (int(sent.source[index]), int(sent.destination[index]))))
         earlier[index] = [last[channel] for channel in channels if channel in last]
         last.update(dict.fromkeys(channels, index))
     return earlier

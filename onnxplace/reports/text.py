@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from onnxplace.errors import format_count, format_name, format_names
 from onnxplace.utils.groups import group_pairs
-from onnxplace.utils.quantities import format_bytes, format_milliseconds
+from onnxplace.utils.quantities import format_bytes, format_milliseconds, list_first
 
 if TYPE_CHECKING:
     from onnxplace.bundle.bundle import Bundle
@@ -153,9 +153,9 @@ def _format_routes(manifest: Manifest) -> list[str]:
     routes = list_routes(manifest)
     if len(routes) == 1:
         return []
-    ways = [f"{route.share:.0%} on {' and '.join(route.devices.values())}" for route in routes[:MAX_LISTED_ROUTES]]
-    ways += [f"{len(routes) - MAX_LISTED_ROUTES} more routes"] if len(routes) > MAX_LISTED_ROUTES else []
-    return [f"{describe_copies(manifest)}; of the requests {', '.join(ways)}"]
+    ways = [f"{route.share:.0%} on {' and '.join(route.devices.values())}" for route in routes]
+    shown = ", ".join(list_first(ways, MAX_LISTED_ROUTES, "more routes"))
+    return [f"{describe_copies(manifest)}; of the requests {shown}"]
 
 
 def describe_copies(manifest: Manifest) -> str:
@@ -216,6 +216,5 @@ def _format_sharding(sharding: ShardingRecord | None) -> list[str]:
 def _format_repeats(repeats: Sequence[RepeatRecord]) -> list[str]:
     """Return a line with the three largest repeats, if any."""
     largest = sorted(repeats, key=lambda repeat: -repeat.count * repeat.nodes)
-    shown = [f"{repeat.count} x layer of {repeat.nodes} nodes (from {repeat.first!r})" for repeat in largest[:3]]
-    more = [f"{len(largest) - 3} more"] if len(largest) > 3 else []
-    return [f"repeats: {', '.join(shown + more)}"] if shown else []
+    texts = [f"{repeat.count} x layer of {repeat.nodes} nodes (from {repeat.first!r})" for repeat in largest]
+    return [f"repeats: {', '.join(list_first(texts, 3))}"] if texts else []

@@ -103,8 +103,7 @@ def _list_advice(step: PlacedStep, bound: Bound, context: ReportContext) -> Iter
         yield Advice(f"One device is {'faster' if is_faster else 'as fast'}: it takes {format_time(single)}.", single)
     changes = sorted(_try_changes(step, bound, context), key=lambda item: item.step_seconds or 0.0)
     yield from (item for item in changes if (item.step_seconds or 0.0) < now * (1 - MIN_SHARE))
-    if (advice := _advise_batch(step, bound, context)) is not None:
-        yield advice
+    yield from _advise_batch(step, bound, context)
     if 0 < context.interval_seconds < now * (1 - MIN_SHARE):
         every = format_time(context.interval_seconds)
         yield Advice(f"Several requests in flight: a result every {every}; each one takes as long as before.", None)
@@ -149,16 +148,15 @@ def _advise_splitting(attempts: Sequence[AttemptGroup], now: float) -> Iterator[
             yield Advice(text, now * best.seconds / kept.seconds)
 
 
-def _advise_batch(step: PlacedStep, bound: Bound, context: ReportContext) -> Advice | None:
-    """Return that a larger batch would help, if much of the step does not grow with it."""
+def _advise_batch(step: PlacedStep, bound: Bound, context: ReportContext) -> Iterator[Advice]:
+    """Yield that a larger batch would help, if much of the step does not grow with it."""
     devices = dict(zip(step.device_names, step.target.devices))
     fixed = sum(
         part.seconds if part.kind == "request" else part.events * devices[part.where].segment_seconds
         for part in bound.chain
         if part.kind in ("request", "compute")
     )
-    if not context.sizes or fixed < MIN_SHARE * bound.step_seconds:
-        return None
-    share = _percent(min(fixed / bound.step_seconds, 1.0))
-    text = f"A larger batch (now {context.sizes}): calls of segments and the request take {format_time(fixed)}"
-    return Advice(f"{text} of the step ({share}) whatever its size.", None)
+    if context.sizes and fixed >= MIN_SHARE * bound.step_seconds:
+        share = _percent(min(fixed / bound.step_seconds, 1.0))
+        text = f"A larger batch (now {context.sizes}): calls of segments and the request take {format_time(fixed)}"
+        yield Advice(f"{text} of the step ({share}) whatever its size.", None)

@@ -70,12 +70,11 @@ class Loads:
         if self.count == "sum":
             busy_seconds = self.compute_seconds + self.sent_seconds + self.received_seconds
             return {"computes and transfers": busy_seconds @ self.processors, **spans}
+        channels = {}
         if self.link_model == "duplex":
             channels = {"sends": self.sent_seconds, "receives": self.received_seconds}
         elif self.link_model == "sequential":
             channels = {"sends and receives": self.sent_seconds + self.received_seconds}
-        else:
-            channels = {}
         return {"computes": self.compute_seconds @ self.processors, **channels, **spans}
 
     @cached_property

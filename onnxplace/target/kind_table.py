@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib import import_module, metadata
+from importlib import import_module
 from itertools import islice
 from typing import Any
 
@@ -17,7 +17,6 @@ BUILTIN_KINDS = {
     "cuda": "onnxplace.target.cuda:Cuda",
     "webgpu": "onnxplace.target.webgpu:WebGpu",
 }
-ENTRY_POINTS = "onnxplace.device_kinds"
 # What people say: the machine's first devices of a type, whoever provides them.
 SHORT_NAMES = ("npu", "gpu", "igpu")
 
@@ -28,7 +27,11 @@ def is_known_kind(name: str) -> bool:
     >>> is_known_kind("cuda")
     True
     """
-    if name in BUILTIN_KINDS or name in SHORT_NAMES or name in _list_plugins():
+    if name in BUILTIN_KINDS or name in SHORT_NAMES:
+        return True
+    from onnxplace.plugins import list_entries
+
+    if name in list_entries("device_kinds"):
         return True
     from onnxplace.target.plugin_providers import parse_kind_name
 
@@ -43,9 +46,10 @@ def list_kind_names(*, plugins: bool = True) -> tuple[str, ...]:
     """
     if not plugins:
         return tuple(BUILTIN_KINDS)
+    from onnxplace.plugins import list_entries
     from onnxplace.target.plugin_providers import list_provider_kinds
 
-    return tuple(dict.fromkeys((*BUILTIN_KINDS, *_list_plugins(), *list_provider_kinds())))
+    return tuple(dict.fromkeys((*BUILTIN_KINDS, *list_entries("device_kinds"), *list_provider_kinds())))
 
 
 @cache
@@ -75,29 +79,23 @@ def find_kind(name: str) -> DeviceKind:
     if name in BUILTIN_KINDS:
         kind: DeviceKind = import_by_path(BUILTIN_KINDS[name])()
         return kind
-    if name not in _list_plugins():
+    from onnxplace.plugins import list_entries, load_plugin
+
+    if name not in list_entries("device_kinds"):
         if name in SHORT_NAMES and (found := resolve_short_name(name, 0)):
             return find_kind(found[0])
         from onnxplace.target.plugin_providers import make_provider_kind
 
         return make_provider_kind(name)
-    point = _list_plugins()[name]
-    distribution = point.dist.name if point.dist else "an unnamed distribution"
-    where = f"device kind {name!r} from {distribution}"
-    hint = f"update or uninstall {distribution}; its author sees where with --verbose"
-    try:
-        plugin = import_by_path(point.value)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as problem:  # a plugin may fail in any way, even exit; the error names it
-        message = f"cannot be loaded: {type(problem).__name__}: {problem}"
-        raise PluginError("G001", message, where=where, hint=hint) from problem
+    plugin, entry = load_plugin("device_kinds", name)
+    where = f"device kind {name!r} from {entry.distribution}"
     if not isinstance(plugin, type) or not issubclass(plugin, DeviceKind):
         hint = "it must subclass onnxplace.devices.DeviceKind"
-        raise PluginError("G001", f"{point.value} is not a DeviceKind", where=where, hint=hint)
+        raise PluginError("G001", f"{entry.path} is not a DeviceKind", where=where, hint=hint)
     if missing := getattr(plugin, "__abstractmethods__", None):
-        raise PluginError("G001", f"{point.value} does not define {', '.join(sorted(missing))}", where=where)
-    return plugin()
+        raise PluginError("G001", f"{entry.path} does not define {', '.join(sorted(missing))}", where=where)
+    made: DeviceKind = plugin()
+    return made
 
 
 def is_isolated(address: DeviceAddress) -> bool:
@@ -111,12 +109,6 @@ def is_isolated(address: DeviceAddress) -> bool:
 def import_memory(kind: DeviceKind) -> Any:
     """Return the class of a kind's memory, a subclass of DeviceMemory."""
     return import_by_path(kind.memory)
-
-
-@cache
-def _list_plugins() -> dict[str, metadata.EntryPoint]:
-    points = metadata.entry_points(group=ENTRY_POINTS)
-    return {point.name: point for point in points if point.name not in BUILTIN_KINDS}
 
 
 def import_by_path(path: str) -> Any:

@@ -223,8 +223,7 @@ def name_whole(device_id: str) -> str:
 def _require_whole_or_parts(ids: Sequence[str], where: str) -> None:
     """Raise TargetError if a device is named both as a whole and in parts."""
     for device_id in ids:
-        local_id = split_host(device_id)[1]
-        whole = device_id[: len(device_id) - len(local_id)] + name_whole(local_id)
+        whole = name_whole(device_id)
         if whole != device_id and whole in ids and _is_number(device_id[len(whole) + 1 :]):
             message = f"{whole} is named as a whole and in parts"
             hint = f"name either {whole}, or its parts {whole}/0,{whole}/1"

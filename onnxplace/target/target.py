@@ -427,10 +427,8 @@ class Target:
         count = len(self.devices)
         latency, per_byte = np.zeros((count, count)), np.zeros((count, count))
         for source, destination, given in self._list_pairs():
-            ends, link = (
-                (self._position[source.id], self._position[destination.id]),
-                given or default_link(source, destination),
-            )
+            ends = self._position[source.id], self._position[destination.id]
+            link = given or default_link(source, destination)
             latency[ends], per_byte[ends] = link.latency_seconds, 1.0 / link.bytes_per_second
         return latency, per_byte
 

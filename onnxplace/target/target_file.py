@@ -72,14 +72,13 @@ def _expand_devices(entries: object) -> object:
     """
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         return [] if entries is None else entries
-    for options in [entry["options"] for entry in entries if isinstance(entry.get("options"), dict)]:
-        options |= {key: json.dumps(item, default=str) for key, item in options.items() if not isinstance(item, str)}
-    entries = [
-        {**{name: value for name, value in entry.items() if name != "processor"}, "processors": [entry["processor"]]}
-        if "processor" in entry and "processors" not in entry
-        else entry
-        for entry in entries
-    ]
+    for entry in entries:
+        if isinstance(options := entry.get("options"), dict):
+            options |= {
+                key: json.dumps(item, default=str) for key, item in options.items() if not isinstance(item, str)
+            }
+        if "processor" in entry and "processors" not in entry:
+            entry["processors"] = [entry.pop("processor")]
     return [{**e, "id": i} if "id" in e else e for e in entries for i in _expand_ids(e.get("id"))]
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from itertools import product
+from itertools import permutations, product
 from types import MappingProxyType
 from typing import Any
 
@@ -109,9 +109,7 @@ def random_target(
         tuple(Device(name, memory_bytes, cores, model) for name, (_, cores, model) in zip(ids, device_kinds)),
         tuple(
             Link(a, b, int(random.integers(0, 64)) * TICK_SECONDS, 2.0 ** int(random.integers(23, 32)))
-            for a in ids
-            for b in ids
-            if a != b
+            for a, b in permutations(ids, 2)
         ),
         link_model or LINK_MODELS[int(random.integers(0, len(LINK_MODELS)))],
     )
@@ -186,8 +184,9 @@ def _random_groups(random: np.random.Generator, graph: OpGraph, pins: int) -> Gr
             representative[node] = representative[int(random.integers(0, len(graph)))]
     group = number_densely(representative)
     count = int(group.max(initial=-1)) + 1
-    unpinned = np.full(count, -1)
-    pinned = np.where(random.random(count) < 0.2, random.integers(0, pins, count), unpinned) if pins else unpinned
+    pinned = np.full(count, -1)
+    if pins:
+        pinned = np.where(random.random(count) < 0.2, random.integers(0, pins, count), pinned)
     return Groups(group, pinned.astype(np.int32), ("random",) * count)
 
 
@@ -222,10 +221,8 @@ def check_pass(make_pass: Callable[[], Pass], states: Iterable[State] | None = N
         where = f"pass {step.name!r}, state {number}"
         before = _describe(state)
         first = _apply_pass(make_pass(), state, where)
-        require(
-            not (changes := _list_differences(before, _describe(state))),
-            f"{where}: it altered its input: {changes}",
-        )
+        changes = _list_differences(before, _describe(state))
+        require(not changes, f"{where}: it altered its input: {changes}")
         require(isinstance(first, str) or first.target == state.target, f"{where}: it changed the target")
         second = _apply_pass(make_pass(), state, where)
         differing = _list_differences(_describe(first), _describe(second))

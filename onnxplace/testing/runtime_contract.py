@@ -291,11 +291,8 @@ def _check_closed(session: RuntimeSession, feeds: Mapping[str, Array], message: 
 
 def _check_total(result: Result, requests: int, names: Collection[str]) -> None:
     require(set(result.outputs) == set(names), f"request {requests}: its outputs are {sorted(result.outputs)}")
-    expected = 100 - requests
-    require(
-        bool((result.outputs["y"] == expected).all()),
-        f"request {requests}: expected {expected}, got {result.outputs['y']}",
-    )
+    expected, y = 100 - requests, result.outputs["y"]
+    require(bool((y == expected).all()), f"request {requests}: expected {expected}, got {y}")
 
 
 def _check_no_state(future: Future[Result], after: str) -> None:

@@ -23,15 +23,12 @@ def _read_own_docs(kind: type) -> dict[str, str]:
         members = _parse_classes(kind.__module__)[kind.__qualname__].body
     except (OSError, TypeError, SyntaxError, KeyError):
         return {}
-    return {
-        field.target.id: inspect.cleandoc(text.value.value)
-        for field, text in pairwise(members)
-        if isinstance(field, ast.AnnAssign)
-        and isinstance(field.target, ast.Name)
-        and isinstance(text, ast.Expr)
-        and isinstance(text.value, ast.Constant)
-        and isinstance(text.value.value, str)
-    }
+    docs = {}
+    for pair in pairwise(members):
+        match pair:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                docs[name] = inspect.cleandoc(text)
+    return docs
 
 
 @cache

@@ -243,12 +243,8 @@ def open_input(path: str | Path, code: str, *, pipes: bool = False) -> io.FileIO
     os.close(descriptor)
     if stat.S_ISDIR(mode):
         raise InputError(code, "it is a folder, not a file", where=format_path(path))
-    raise InputError(
-        code,
-        f"expected a file, got a {'pipe' if stat.S_ISFIFO(mode) else 'device'}",
-        where=format_path(path),
-        hint="write its content to a file, and name that",
-    )
+    message = f"expected a file, got a {'pipe' if stat.S_ISFIFO(mode) else 'device'}"
+    raise InputError(code, message, where=format_path(path), hint="write its content to a file, and name that")
 
 
 def suggest_file(missing: Path) -> str:

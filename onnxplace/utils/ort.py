@@ -33,22 +33,16 @@ def import_onnxruntime() -> Any:
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     installed = list_installed_wheels()
     if len(installed) > 1:
-        raise ExecutionError(
-            "R001",
-            f"{' and '.join(installed)} are {'both' if len(installed) == 2 else 'all'} installed and overwrite each "
-            "other",
-            hint=f"pip uninstall -y {' '.join(installed)}, then {INSTALL_HINT}",
-        )
+        number = "both" if len(installed) == 2 else "all"
+        message = f"{' and '.join(installed)} are {number} installed and overwrite each other"
+        raise ExecutionError("R001", message, hint=f"pip uninstall -y {' '.join(installed)}, then {INSTALL_HINT}")
     try:
         import onnxruntime
     except (ImportError, OSError) as problem:
         raise ExecutionError("R001", f"ONNX Runtime cannot be imported: {problem}", hint=INSTALL_HINT) from None
     if not hasattr(onnxruntime, "InferenceSession"):
-        raise ExecutionError(
-            "R001",
-            "the installed onnxruntime is empty: another wheel that shares its files was removed",
-            hint=f"pip uninstall -y {' '.join(WHEELS)}, then {INSTALL_HINT}",
-        )
+        message = "the installed onnxruntime is empty: another wheel that shares its files was removed"
+        raise ExecutionError("R001", message, hint=f"pip uninstall -y {' '.join(WHEELS)}, then {INSTALL_HINT}")
     return onnxruntime
 
 

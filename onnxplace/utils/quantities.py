@@ -48,6 +48,15 @@ def format_object(*lines: str) -> str:
     return "\n  ".join(map(format_name, lines))
 
 
+def list_first(texts: Sequence[str], most: int, noun: str = "more") -> list[str]:
+    """Return the first texts, and after them how many more there are.
+
+    >>> list_first(["a", "b", "c"], 1), list_first(["a"], 1)
+    (['a', '2 more'], ['a'])
+    """
+    return [*texts[:most], f"{len(texts) - most} {noun}"] if len(texts) > most else [*texts]
+
+
 def format_first(texts: Sequence[str], most: int = 3) -> str:
     """Return the first texts in one line, and how many more there are.
 

@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "utils": "errors",
     "feeds": "errors utils",
     "graph": "utils",
-    "target": "errors utils",
+    "target": "errors plugins utils",
     "devices": "target",
     "machine": "errors graph target utils",
     "model_metadata": "errors graph",

@@ -4,7 +4,7 @@ import base64
 import hashlib
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 
 import onnx
@@ -18,7 +18,7 @@ from onnxplace.errors import Diagnostic, UsageError
 from onnxplace.measure.trial import Trial, apply_trial
 from onnxplace.reports.page_data import describe_bundle
 from onnxplace.reports.page_records import Advice, Entry, MemoryItem, Note, Quantity
-from onnxplace.reports.page_rendering import build_page_json, group_memory, render_page
+from onnxplace.reports.page_rendering import group_memory, render_page
 from tests.support.dynamo_models import dynamo_model
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>'\"&{{7*7}}<!--"
@@ -136,7 +136,7 @@ def test_two_reports_stand_side_by_side(data):
 
 
 def test_the_data_of_a_page_is_plain_json(data):
-    text = json.dumps(build_page_json(data), allow_nan=False)
+    text = json.dumps(asdict(data), allow_nan=False)
     assert json.loads(text)["devices"][0]["id"] == "cpu:0"
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from onnxplace.plugins import list_entries
 from onnxplace.target import kind_table
 from tests.pipeline.test_plugins import install
 
@@ -13,7 +14,7 @@ SOURCE = Path(__file__).parent / "faulty_device.py"
 
 
 def _forget_plugins() -> None:
-    kind_table._list_plugins.cache_clear()
+    list_entries.cache_clear()
     kind_table.find_kind.cache_clear()
 
 
