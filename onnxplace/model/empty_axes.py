@@ -74,7 +74,7 @@ def _list_fatal_axes(node: NodeProto, types: Mapping[str, TypeProto]) -> Iterato
         case "GRU":
             yield 0, None
         case "LSTM" | "DynamicQuantizeLSTM":
-            yield 0, (1,)
+            yield 0, (1, 2)  # with inputs of no elements, it goes on, with memory that nothing has written
         case "GroupQueryAttention" | "QAttention":
             yield 0, (0,)
         case "MultiHeadAttention":
