@@ -5,8 +5,6 @@ Reshape, Squeeze, Unsqueeze, Flatten, and Split and Concat along their own axis 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from onnxplace.passes.sharding.rules.axis_rules import (
     AxisRule,
     Rule,
@@ -30,31 +28,24 @@ def transpose(view: NodeView) -> list[AxisRule]:
 
 def slice_(view: NodeView) -> list[AxisRule]:
     """Slice: the axes that it does not cut, known by constant axes, and those that it takes whole at any size."""
-    starts: Sequence[int] | None
-    ends: Sequence[int] | None
     if view.opset < 10:
         starts, ends = view.attribute("starts", ()), view.attribute("ends", ())
-        axes, steps = view.attribute("axes") or range(len(starts or ())), None
+        axes, steps = view.attribute("axes") or range(len(starts)), [1] * len(starts)
+    elif view.has(3) and 3 not in view.constants:
+        return []
     else:
-        if view.has(3) and 3 not in view.constants:
-            return []
-        starts, ends, steps = (_read_vector(view, position) for position in (1, 2, 4))
+        starts, ends = _read_vector(view, 1), _read_vector(view, 2)
         axes = _read_vector(view, 3) or range(view.shape(1)[0])
-        if view.has(4) and steps is None:
-            starts = None
-    whole = [
-        starts is not None
-        and ends is not None
-        and (starts[index], steps[index] if steps else 1) == (0, 1)
-        and ends[index] >= _TO_THE_END
-        for index in range(len(axes))
-    ]
-    return split_same(view, other_axes(view, *(axis for axis, is_whole in zip(axes, whole) if not is_whole)))
+        steps = _read_vector(view, 4) if view.has(4) else [1] * len(axes)
+    # An axis whose bounds are not constant may be cut.
+    bounds = zip(axes, starts, ends, steps)
+    whole = {axis for axis, start, end, step in bounds if (start, step) == (0, 1) and end >= _TO_THE_END}
+    return split_same(view, other_axes(view, *(axis for axis in axes if axis not in whole)))
 
 
-def _read_vector(view: NodeView, position: int) -> list[int] | None:
-    """Return a constant input, None for another or an omitted one."""
-    return view.constants[position].reshape(-1).tolist() if position in view.constants else None
+def _read_vector(view: NodeView, position: int) -> list[int]:
+    """Return a constant input; nothing for another or an omitted one."""
+    return view.constants[position].reshape(-1).tolist() if position in view.constants else []
 
 
 def pad(view: NodeView) -> list[AxisRule]:

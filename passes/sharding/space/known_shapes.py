@@ -352,18 +352,14 @@ def fix_sizes(model: Model) -> Model:
 
 def report_fixed_sizes(model: Model, fixed: Model, reason: str) -> list[Diagnostic]:
     """Return a note if a model had symbolic sizes, which are fixed now; `reason` names what needs that."""
-    symbolic = [value.name for value in model.inputs if not _is_fixed(value)]
+    entries = {value.name: read_shape_entries(value.type) or () for value in model.inputs}
+    symbolic = [name for name, sizes in entries.items() if not all(isinstance(size, int) for size in sizes)]
     if not symbolic:
         return []
     shapes = fixed.input_shapes()
     listed = ", ".join(f"{name} {list(shapes[name])}" for name in symbolic[:3])
     message = f"{reason} need fixed sizes: the bundle takes these inputs alone: {listed}"
     return [Diagnostic("L065", message, hint="--shape gives the sizes, as in --shape batch=8")]
-
-
-def _is_fixed(value: ValueInfoProto) -> bool:
-    shape = read_shape_entries(value.type)
-    return shape is None or all(isinstance(size, int) for size in shape)
 
 
 def _fill(value: ValueInfoProto, known: dict[str, int]) -> ValueInfoProto:

@@ -267,7 +267,7 @@ class StrategyTable:
     def _share(self, view: NodeView, side: str, position: int, axis: int, units: int) -> Layout | None:
         """Return the layout of fewer units than devices, each on several of them; None if they cannot be shared out."""
         shapes = view.inputs if side == "in" else view.outputs
-        shape = shapes[position]
+        shape = shapes[position] if position < len(shapes) else None
         if shape is None or units == 1:
             return REPLICATED
         return self.division.split(axis, shape[axis], 1, units) if units < self.division.count else None
