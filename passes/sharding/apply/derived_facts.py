@@ -120,27 +120,23 @@ class _WholeModel:
     def __init__(self, model: Model, sharded: ShardedModel, division: Division, from_parts: bool) -> None:
         self._weight_parts = sharded.weight_parts if from_parts else {}
         self._model, self._sharded, self._division = model, sharded, division
+        self._shapes = model.input_shapes()
         self._weights: dict[str, TensorProto] = {}
         self._before: list[NodeProto] = []
         self._after: list[NodeProto] = []
 
     def build(self) -> Model:
         model, sharded = self._model, self._sharded
+        parts_of = {name: parts.names for name, parts in self._weight_parts.items()}
+        parts_of |= {name: state.inputs for name, state in sharded.split_states.items()}
         for name, tensor in model.initializers.items():
-            if (state := sharded.split_states.get(name)) is not None:
-                self._weights.update({part: sharded.model.initializers[part] for part in state.inputs})
-                continue
-            parts = self._weight_parts.get(name)
-            if parts is None:
-                self._weights[name] = tensor
-                continue
-            for part in parts.names:
-                self._weights[part] = sharded.model.initializers[part]
-            size = tensor.dims[parts.layout.axis]
-            self._before += self._join(name, parts.layout, parts.names, size)
+            names = parts_of.get(name)
+            self._weights |= {part: sharded.model.initializers[part] for part in names} if names else {name: tensor}
+            if (parts := self._weight_parts.get(name)) is not None:
+                self._before += self._join(name, parts.layout, parts.names, tensor.dims[parts.layout.axis])
         for name, state in sharded.split_states.items():
             self._before += self._join_state(name, state)
-            self._after += self._cut_state(state)
+            self._after += self._cut_state(name, state)
         return replace(
             model,
             nodes=(*self._before, *model.nodes, *self._after),
@@ -176,19 +172,13 @@ class _WholeModel:
         if not state.layout.is_split:
             return [helper.make_node("Identity", [state.inputs[0]], [name], name=f"{name}/joined")]
         parts = [state.inputs[device] for device in self._division.holders(state.layout, 0)]
-        return self._join(name, state.layout, parts, self._size(state))
+        return self._join(name, state.layout, parts, self._shapes[name][state.layout.axis])
 
-    def _size(self, state: StateLayout) -> int:
-        """Return the size of the split axis of a state."""
-        axis, sizes = state.layout.axis, {value.name: value for value in self._sharded.model.inputs}
-        parts = (state.inputs[device] for device in self._division.holders(state.layout, 0))
-        return sum(sizes[part].type.tensor_type.shape.dim[axis].dim_value for part in parts)
-
-    def _cut_state(self, state: StateLayout) -> list[NodeProto]:
+    def _cut_state(self, name: str, state: StateLayout) -> list[NodeProto]:
         source = self._model.sources.get(state.output, state.output)
         if not state.layout.is_split:
             return [helper.make_node("Identity", [source], [part], name=f"{part}/cut") for part in state.outputs]
-        nodes, size = [], self._size(state)
+        nodes, size = [], self._shapes[name][state.layout.axis]
         for device, part in enumerate(state.outputs):
             ranges = self._division.ranges(state.layout, size, device)
             pieces = [f"{part}/cut{row}" for row in range(len(ranges))] if len(ranges) > 1 else [part]

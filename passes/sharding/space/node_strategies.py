@@ -182,10 +182,6 @@ class StrategyTable:
     def __init__(self, division: Division) -> None:
         self.division = division
 
-    def whole(self, view: NodeView) -> NodeStrategy:
-        """Return the strategy that computes a node on every device."""
-        return NodeStrategy(_lay_out(view.inputs), _lay_out(view.outputs))
-
     def list(self, view: NodeView, cuts: CutsByAxis, free: FreeAxes) -> list[NodeStrategy]:
         """Return the strategies of a node: first the whole one, then the split ones without duplicates.
 
@@ -194,9 +190,9 @@ class StrategyTable:
             cuts: ("in" or "out", position, axis) -> cuts of that axis that other nodes may ask for.
             free: ("in" or "out", position) -> per axis, whether it may be split.
         """
-        candidates = [self.whole(view), *self._split_strategies(view, cuts, free)]
+        whole = NodeStrategy(_lay_out(view.inputs), _lay_out(view.outputs))
         distinct: dict[tuple[Layouts, Layouts], NodeStrategy] = {}
-        for strategy in candidates:
+        for strategy in (whole, *self._split_strategies(view, cuts, free)):
             if self._is_allowed(strategy, free):
                 distinct.setdefault((strategy.inputs, strategy.outputs), strategy)
         return [*distinct.values()]

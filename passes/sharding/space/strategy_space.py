@@ -244,7 +244,6 @@ def restrict_space(space: StrategySpace, shard_map: str) -> StrategySpace:
         decided.update(free)
         if not positions:
             unmatched.append(pattern)
-            continue
         matching = {index: _filter(space, index, kind) for index in free}
         if free and not any(matching.values()):
             _raise_impossible(space, free, pattern, kind)
