@@ -178,14 +178,11 @@ class _WholeModel:
         source = self._model.sources.get(state.output, state.output)
         if not state.layout.is_split:
             return [helper.make_node("Identity", [source], [part], name=f"{part}/cut") for part in state.outputs]
-        nodes, size = [], self._shapes[name][state.layout.axis]
+        axis, nodes = state.layout.axis, []
         for device, part in enumerate(state.outputs):
-            ranges = self._division.ranges(state.layout, size, device)
-            pieces = [f"{part}/cut{row}" for row in range(len(ranges))] if len(ranges) > 1 else [part]
-            for piece, (low, high) in zip(pieces, ranges):
-                nodes.append(self._slice(source, piece, state.layout.axis, low, high))
-            if len(pieces) > 1:
-                nodes.append(helper.make_node("Concat", pieces, [part], name=f"{part}/cut", axis=state.layout.axis))
+            # Parts of states are single ranges.
+            ((low, high),) = self._division.ranges(state.layout, self._shapes[name][axis], device)
+            nodes.append(self._slice(source, part, axis, low, high))
         return nodes
 
 

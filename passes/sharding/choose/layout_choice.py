@@ -188,10 +188,8 @@ class ChoiceNetwork:
         variable = self._new_variable(len(options))
         self.options[name] = variable, options
         key = tuple(options), size
-        unary = self._table(
-            ("unary", key, is_output, border), lambda: self._option_table(options, size, is_output, border)
-        )
-        self._factors.append(Factor((variable,), unary))
+        build = partial(self._option_table, options, size, is_output, border)
+        self._add_table(("unary", key, is_output, border), (variable,), build)
         if producer is not None:
             # Infinity forbids: the option has to begin with the layout in which a strategy makes the value.
             self._add_table(
@@ -206,13 +204,10 @@ class ChoiceNetwork:
                 ("read", key, tuple(wants)), (index, variable), partial(self._reader_table, wants, options, size)
             )
 
-    def _table(self, key: object, build: Callable[[], CostTable]) -> CostTable:
+    def _add_table(self, key: object, scope: tuple[int, ...], build: Callable[[], CostTable]) -> None:
         if key not in self._tables:
             self._tables[key] = build()
-        return self._tables[key]
-
-    def _add_table(self, key: object, scope: tuple[int, ...], build: Callable[[], CostTable]) -> None:
-        self._factors.append(order_factor(scope, self._table(key, build)))
+        self._factors.append(order_factor(scope, self._tables[key]))
 
     def _options(self, sources: Sequence[Layout], wanted: set[Layout], size: int) -> list[Option]:
         options = []

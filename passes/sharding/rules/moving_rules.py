@@ -71,20 +71,17 @@ def tile(view: NodeView) -> list[AxisRule]:
 
 def expand(view: NodeView) -> list[AxisRule]:
     """Expand: the target shape has the size of the part."""
-    result = view.result()
+    rank = len(view.result())
+    first_named = rank - view.shape(1)[0]
 
     def set_target(local: LocalNode) -> None:
         layout = local.layouts[0]
         assert layout is not None
-        local.override_entry(1, len(result) - view.shape(1)[0], layout.axis, local.out_shape()[layout.axis])
+        local.override_entry(1, first_named, layout.axis, local.out_shape()[layout.axis])
 
-    rules = []
-    for axis in range(len(result)):
-        position = axis - (len(result) - view.shape(1)[0])
-        inputs = aligned_axes(view, axis, (0,))
-        # An axis that the target does not name keeps the size of the part by itself.
-        rules.append(AxisRule(inputs, {0: axis}, edit=set_target if position >= 0 else None))
-    return rules
+    # An axis that the target does not name keeps the size of the part by itself.
+    edits = [set_target if axis >= first_named else None for axis in range(rank)]
+    return [AxisRule(aligned_axes(view, axis, (0,)), {0: axis}, edit=edit) for axis, edit in enumerate(edits)]
 
 
 def resize(view: NodeView) -> list[AxisRule]:
@@ -157,13 +154,8 @@ def matrices(view: NodeView) -> list[AxisRule]:
 
 def reverse_sequence(view: NodeView) -> list[AxisRule]:
     """ReverseSequence: every axis but that of time; the batch with its lengths."""
-    batch, time = (int(view.attribute(name, default)) for name, default in (("batch_axis", 1), ("time_axis", 0)))
-    batch, time = batch % view.rank(), time % view.rank()
-    return [
-        AxisRule({0: axis, 1: 0} if axis == batch else {0: axis}, {0: axis})
-        for axis in range(view.rank())
-        if axis != time
-    ]
+    batch, time = int(view.attribute("batch_axis", 1)) % view.rank(), int(view.attribute("time_axis", 0))
+    return [AxisRule({0: axis, 1: 0} if axis == batch else {0: axis}, {0: axis}) for axis in other_axes(view, time)]
 
 
 def concat_others(view: NodeView) -> list[AxisRule]:

@@ -289,13 +289,9 @@ def _evaluate(
     model: Model, nodes: Sequence[NodeProto], shapes: Mapping[str, Shape], known: Mapping[str, TensorProto]
 ) -> dict[str, TensorProto]:
     """Return the small values that some nodes compute; shapes alone if ONNX Runtime refuses them."""
-    given: dict[str, TensorProto] = {}
-    computed: list[NodeProto] = []
-    for node in nodes:
-        if node.op_type in ("Shape", "Size"):
-            given[node.output[0]] = _describe(node, shapes[node.input[0]])
-        else:
-            computed.append(node)
+    described = [node for node in nodes if node.op_type in ("Shape", "Size")]
+    given = {node.output[0]: _describe(node, shapes[node.input[0]]) for node in described}
+    computed = [node for node in nodes if node.op_type not in ("Shape", "Size")]
     if not computed:
         return given
     read = {name for node in computed for name in node.input if name}

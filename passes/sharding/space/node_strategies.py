@@ -311,18 +311,13 @@ class StrategyTable:
             return
         axis, parts = equal
         is_split = view.op == "Split"
-        one = view.shape(0) if is_split else view.result()
-        options = {
-            cut for position in range(parts) for cut in cuts.get(("out" if is_split else "in", position, axis), ())
-        }
-        for outer, blocks, rows, valid in cuts.get(("in" if is_split else "out", 0, axis), ()):
-            if outer % parts == 0:
-                options.add((outer // parts, blocks, rows, valid))
-        for outer, blocks, rows, _ in sorted(options):
-            if outer != 1 or rows:
-                continue  # parts that are fused themselves would interleave
-            part = self.division.split(axis, one[axis] // parts, outer, blocks)
-            whole = self.division.split(axis, one[axis], outer * parts, blocks)
+        one, side, other_side = (view.shape(0), "in", "out") if is_split else (view.result(), "out", "in")
+        # In the whole, the parts follow one another. Parts that are fused themselves would interleave.
+        listed = [(cut, parts) for cut in cuts.get((side, 0, axis), ())]
+        listed += [(cut, 1) for position in range(parts) for cut in cuts.get((other_side, position, axis), ())]
+        for blocks in sorted({blocks for (outer, blocks, rows, _), fused in listed if outer == fused and not rows}):
+            part = self.division.split(axis, one[axis] // parts, 1, blocks)
+            whole = self.division.split(axis, one[axis], parts, blocks)
             if part is None or whole is None:
                 continue
             if is_split:
@@ -336,11 +331,10 @@ class StrategyTable:
             return
         outputs = tuple(None if shape is None else PARTIAL for shape in view.outputs)
         whole = _lay_out(view.inputs)
-        count = len(view.inputs)
         if view.op in _LINEAR_IN_FIRST:
             yield NodeStrategy((PARTIAL, *whole[1:]), outputs)
         if view.op in _LINEAR_TOGETHER:
-            yield NodeStrategy((PARTIAL,) * count, outputs)
+            yield NodeStrategy((PARTIAL,) * len(view.inputs), outputs)
         if view.op in ("Mul", "Div") and _is_scale(view, 1):
             yield NodeStrategy((PARTIAL, REPLICATED), outputs)
         if view.op == "Mul" and _is_scale(view, 0):
@@ -363,9 +357,7 @@ def _list_cuts(view: NodeView, rule: AxisRule, sizes: _AxisSizes, cuts: CutsByAx
             if can_follow and (may_overlap or not rows) and (may_be_invalid or not valid):
                 options.add((outer // fused, blocks, rows, valid))
     if rule.units:
-        options = {
-            (outer, blocks, (), ()) for outer, blocks, _, _ in options if outer == 1 and rule.units % blocks == 0
-        }
+        options = {cut for cut in options if cut[0] == 1 and rule.units % cut[1] == 0}
     return sorted(options)
 
 
