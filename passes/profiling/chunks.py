@@ -84,10 +84,12 @@ def _cut_range(graph: OpGraph, nodes: range, sizes: Sequence[int], limit_bytes: 
     for node in nodes:
         weights = graph.weights[node] + len(graph.value_names)
         items = {*graph.inputs[node].tolist(), *graph.outputs[node].tolist(), *weights.tolist()}
-        if node > begin and sum(sizes[item] for item in items - held) > free_bytes:
+        added_bytes = sum([sizes[item] for item in items - held])
+        if added_bytes > free_bytes and node > begin:
             yield range(begin, node)
             begin, held, free_bytes = node, set(), limit_bytes
-        free_bytes -= sum(sizes[item] for item in items - held)
+            added_bytes = sum([sizes[item] for item in items])
+        free_bytes -= added_bytes
         held |= items
     if nodes:
         yield range(begin, nodes.stop)

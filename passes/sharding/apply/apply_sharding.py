@@ -283,7 +283,7 @@ def _build_whole(
     state: State, written: _Written, candidate: GroupChoice, options: ShardingOptions, *, from_parts: bool
 ) -> Model:
     """Return the unsharded model that the bundle keeps as its reference."""
-    whole = build_whole_model(state[Model], written.sharded, candidate.space.division, from_parts=from_parts)
+    whole = build_whole_model(state[Model], written.sharded, candidate.space, from_parts=from_parts)
     if not options.metadata:
         return whole
     ids = [state.target.devices[device].id for group in written.groups for device in group]

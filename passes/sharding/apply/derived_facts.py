@@ -24,7 +24,7 @@ from onnxplace.passes.sharding.apply.exchanges import list_slice_arguments
 from onnxplace.passes.sharding.apply.sharded_model import ShardedModel, StateLayout
 from onnxplace.passes.sharding.apply.sharding_specs import specify
 from onnxplace.passes.sharding.choose.layout_choice import LayoutChoice
-from onnxplace.passes.sharding.rules.layouts import Division, Layout
+from onnxplace.passes.sharding.rules.layouts import Layout
 from onnxplace.passes.sharding.space.known_shapes import infer_all_shapes
 from onnxplace.passes.sharding.space.node_strategies import NodeStrategy
 from onnxplace.passes.sharding.space.sharding_costs import WorkCosts
@@ -107,20 +107,20 @@ def _find_partners(sharded: ShardedModel) -> list[tuple[int, int]]:
     return pairs
 
 
-def build_whole_model(model: Model, sharded: ShardedModel, division: Division, *, from_parts: bool) -> Model:
+def build_whole_model(model: Model, sharded: ShardedModel, space: StrategySpace, *, from_parts: bool) -> Model:
     """Return a model that computes what the original does.
 
     Carried states are taken and returned in the same parts as by the sharded model. With `from_parts`, weights are put
     together from their parts, so that a bundle stores each byte once.
     """
-    return _WholeModel(model, sharded, division, from_parts).build()
+    return _WholeModel(model, sharded, space, from_parts).build()
 
 
 class _WholeModel:
-    def __init__(self, model: Model, sharded: ShardedModel, division: Division, from_parts: bool) -> None:
+    def __init__(self, model: Model, sharded: ShardedModel, space: StrategySpace, from_parts: bool) -> None:
         self._weight_parts = sharded.weight_parts if from_parts else {}
-        self._model, self._sharded, self._division = model, sharded, division
-        self._shapes = model.input_shapes()
+        self._model, self._sharded = model, sharded
+        self._shapes, self._division = space.facts.shapes, space.division
         self._weights: dict[str, TensorProto] = {}
         self._before: list[NodeProto] = []
         self._after: list[NodeProto] = []
