@@ -118,7 +118,7 @@ def measure(path: Path, seconds: float, best: dict[str, Any]) -> Row:
     row = {
         "instance": instance.name,
         "cost": cost,
-        "bound": math.floor(solution.bound) if math.isfinite(solution.bound) else None,
+        "bound": math.floor(solution.lower_bound) if math.isfinite(solution.lower_bound) else None,
         "fits": instance.fits(solution.values),
         "seconds": time.monotonic() - begin,
     }

@@ -34,7 +34,6 @@ from onnxplace.passes.batching.batch_propagation_rules import (
     Spans,
     Tuples,
     apply_rules,
-    counts_rows,
     find_bounds,
     join_indices,
     move_rows,
@@ -326,11 +325,10 @@ class BatchFlow:
         return bool((~left_grows | (c <= 0)).all() and (~right_grows | (a <= 0)).all())
 
     def _counts_rows(self, node: NodeProto) -> bool:
-        """Return whether a Range counts the rows of the batch."""
+        """Return whether a Range counts the rows of the batch: from 0 in steps of 1 to its size."""
         pairs = [pair for name in node.input if (pair := self._values(name)) is not None]
-        return all(
-            counts_rows([pair[index] for pair in pairs], sample.batch) for index, sample in enumerate(self._samples)
-        )
+        bounds = [[float(array.reshape(-1)[0]) for array in arrays] for arrays in zip(*pairs)]
+        return bounds == [[0, sample.batch, 1] for sample in self._samples]
 
     def _is_broadcast(self, node: NodeProto) -> bool:
         """Return whether a Max takes the common shape of broadcast tensors: each size is the same in all, or 1."""

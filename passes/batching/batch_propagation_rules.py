@@ -76,11 +76,6 @@ SHIFTS_ROWS = frozenset(("Add", "Mul"))
 _INTEGERS = (TensorProto.INT32, TensorProto.INT64)
 
 
-def counts_rows(arguments: Sequence[NDArray[np.generic]], batch: int) -> bool:
-    """Return whether a Range counts the rows of a batch: from 0 in steps of 1 to its size."""
-    return len(arguments) == 3 and [float(array.reshape(-1)[0]) for array in arguments] == [0, batch, 1]
-
-
 def find_bounds(
     name: str, values: Mapping[str, NDArray[Any]], shapes: Mapping[str, Shape], producers: Mapping[str, NodeProto]
 ) -> tuple[int, int] | None:

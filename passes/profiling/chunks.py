@@ -5,7 +5,7 @@ Equal chunks are measured once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from types import MappingProxyType
@@ -51,10 +51,11 @@ def cut_into_chunks(graph: OpGraph, repeats: Iterable[Repeat], limit_bytes: int)
         layer_bytes = max(_range_bytes(graph, repeat.start, repeat.start + repeat.nodes), 1)
         layers = max(min(limit_bytes, BEYOND_CACHES_BYTES) // layer_bytes, 1)
         borders |= {*range(repeat.start, repeat.stop, repeat.nodes * layers), repeat.stop}
-    chunks = []
-    for start, stop in pairwise(sorted(borders)):
-        chunks += _cut_range(graph, start, stop, limit_bytes)
-    return chunks
+    # Weights are numbered behind the values.
+    sizes = [*graph.value_bytes.tolist(), *graph.weight_bytes.tolist()]
+    return [
+        chunk for pair in pairwise(sorted(borders)) for chunk in _cut_range(graph, range(*pair), sizes, limit_bytes)
+    ]
 
 
 def has_repeated_chunks(graph: OpGraph, kinds: Ints, chunks: Sequence[range]) -> bool:
@@ -77,27 +78,21 @@ def _range_bytes(graph: OpGraph, start: int, stop: int) -> int:
     return int(graph.value_bytes[values].sum() + graph.weight_bytes[items_of(graph.weights)].sum())
 
 
-def _cut_range(graph: OpGraph, start: int, stop: int, limit_bytes: int) -> list[range]:
-    """Cut a range wherever the next node would exceed the limit."""
-    chunks, begin, chunk_bytes = [], start, 0
-    weights: set[int] = set()
-    values: set[int] = set()
-    for node in range(start, stop):
-        node_weights = set(graph.weights[node].tolist())
-        node_values = {*graph.inputs[node].tolist(), *graph.outputs[node].tolist()}
-        added_bytes = _set_bytes(graph, node_weights - weights, node_values - values)
-        if chunk_bytes + added_bytes > limit_bytes and node > begin:
-            chunks.append(range(begin, node))
-            begin, chunk_bytes, weights, values = node, 0, set(), set()
-            added_bytes = _set_bytes(graph, node_weights, node_values)
-        chunk_bytes, weights, values = chunk_bytes + added_bytes, weights | node_weights, values | node_values
-    return [*chunks, range(begin, stop)] if stop > begin else chunks
-
-
-def _set_bytes(graph: OpGraph, weights: set[int], values: set[int]) -> int:
-    return sum(int(graph.weight_bytes[weight]) for weight in weights) + sum(
-        int(graph.value_bytes[value]) for value in values
-    )
+def _cut_range(graph: OpGraph, nodes: range, sizes: Sequence[int], limit_bytes: int) -> Iterator[range]:
+    """Cut a range wherever the next node would exceed the limit; `sizes` are those of values, then of weights."""
+    begin, held, free_bytes = nodes.start, set[int](), limit_bytes
+    for node in nodes:
+        weights = graph.weights[node] + len(graph.value_names)
+        items = {*graph.inputs[node].tolist(), *graph.outputs[node].tolist(), *weights.tolist()}
+        added_bytes = sum([sizes[item] for item in items - held])
+        if added_bytes > free_bytes and node > begin:
+            yield range(begin, node)
+            begin, held, free_bytes = node, set(), limit_bytes
+            added_bytes = sum([sizes[item] for item in items])
+        free_bytes -= added_bytes
+        held |= items
+    if nodes:
+        yield range(begin, nodes.stop)
 
 
 @dataclass(frozen=True)

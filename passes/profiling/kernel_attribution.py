@@ -123,8 +123,8 @@ def _locate_kernels(
     for index in range(len(kernels) - 1, -1, -1):
         kernel = kernels[index]
         base_name = _TOKEN_SUFFIX.sub("", kernel.name)
-        candidates = [cluster_of_value.get(name) for name in kernel.output]
-        candidates += [
+        candidates = [
+            *map(cluster_of_value.get, kernel.output),
             cluster_of_kernel.get(kernel.name),
             cluster_of_kernel.get(base_name),
             cluster_of_value.get(_BLOCKED_SUFFIX.sub("", base_name)),

@@ -100,8 +100,6 @@ def _describe_attributes(node: NodeProto, numbers: dict[str, int]) -> Hashable:
 
     `numbers` has the numbers of values around its subgraphs.
     """
-    if not node.attribute:
-        return ()
     return tuple(sorted((attribute.name, _describe_attribute(attribute, numbers)) for attribute in node.attribute))
 
 

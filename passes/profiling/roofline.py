@@ -148,28 +148,24 @@ def estimate_seconds(
     sizes = value_bytes(model, shapes, types or {})
     sizes |= {name: tensor_size(tensor) for name, tensor in model.initializers.items()}
     known = {**shapes, **{name: tuple(tensor.dims) for name, tensor in model.initializers.items()}}
-    roof = _Roofline(cost_class, peaks, sizes, known, known_types, model.initializers)
+    kind, _, detail = cost_class.partition("/")
+    cores = int(detail) if kind == "cpu" and detail.isdecimal() else 1
+    roof = _Roofline(peaks or typical_peaks(kind), cores, sizes, known, known_types, model.initializers)
     rates = roof.peaks.type_operations_per_second
     kernels = list_quantised_kernels(model, {name for name, kind in known_types.items() if _RATES.get(kind) in rates})
     return np.array([roof.seconds(*kernel) if kernel else 0.0 for kernel in kernels], dtype=np.float64)
 
 
+@dataclass(frozen=True)
 class _Roofline:
     """Peak rates of a device, and sizes and shapes of values."""
 
-    def __init__(
-        self,
-        cost_class: str,
-        peaks: PeakRates | None,
-        sizes: Mapping[str, int],
-        shapes: Mapping[str, Sequence[int]],
-        types: Mapping[str, int],
-        constants: Mapping[str, TensorProto],
-    ) -> None:
-        kind, _, detail = cost_class.partition("/")
-        self.peaks = peaks or typical_peaks(kind)
-        self.cores = int(detail) if kind == "cpu" and detail.isdecimal() else 1
-        self.sizes, self.shapes, self.types, self.constants = sizes, shapes, types, constants
+    peaks: PeakRates
+    cores: int
+    sizes: Mapping[str, int]
+    shapes: Mapping[str, Sequence[int]]
+    types: Mapping[str, int]
+    constants: Mapping[str, TensorProto]
 
     def seconds(self, node: NodeProto, reads: Sequence[str]) -> float:
         """Return the seconds of a node that reads these names."""
@@ -246,12 +242,9 @@ def count_moved_bytes(node: NodeProto, reads: Sequence[str], sizes: Mapping[str,
     """
     if node.op_type in _NO_TRAFFIC:
         return 0
-    written = sum(sizes.get(name, 0) for name in node.output)
-    if node.op_type in _SELECTIONS:
-        largest = max((sizes.get(name, 0) for name in reads), default=0)
-        others = sum(sizes.get(name, 0) for name in reads) - largest
-        return written + min(written, largest) + others
-    return written + sum(sizes.get(name, 0) for name in reads)
+    written, read = sum(sizes.get(name, 0) for name in node.output), [sizes.get(name, 0) for name in reads]
+    skipped = max(max(read, default=0) - written, 0) if node.op_type in _SELECTIONS else 0
+    return written + sum(read) - skipped
 
 
 def count_operations(node: NodeProto, shapes: Shapes) -> float:

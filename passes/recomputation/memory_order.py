@@ -26,12 +26,7 @@ def order_for_memory(graph: OpGraph, order: Ints) -> Ints:
     Two rules are tried, alone and together: branches to few outputs, such as the gradient and update of a parameter,
     run as soon as they can; and nodes whose inputs stay alive anyway run as late as they can.
     """
-    best, least = order, _rate(graph, order)
-    for candidate in _list_candidates(graph, order):
-        rating = _rate(graph, candidate)
-        if rating < least:
-            best, least = candidate, rating
-    return best
+    return min(order, *_list_candidates(graph, order), key=lambda candidate: _rate(graph, candidate))
 
 
 def _list_candidates(graph: OpGraph, order: Ints) -> Iterator[Ints]:

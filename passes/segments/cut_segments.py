@@ -8,7 +8,7 @@ and frees in the order of the schedule. Carried states stay on one device betwee
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,20 +69,6 @@ def report_crossing_states(state: State) -> tuple[Diagnostic, ...]:
     )
 
 
-@dataclass(frozen=True)
-class _Timeline:
-    """When nodes start and when values arrive, by the schedule."""
-
-    device: Ints
-    """Per node."""
-    rank: Longs
-    """Per node, its position in the schedule."""
-    start_seconds: Floats
-    """Per node."""
-    arrival_seconds: Mapping[tuple[int, int], float]
-    """By value and receiving device."""
-
-
 def cut_into_segments(state: State) -> list[Ints]:
     """Return the nodes of each segment in schedule order.
 
@@ -91,25 +77,24 @@ def cut_into_segments(state: State) -> list[Ints]:
     and takes less time than a call: the slices that a device sends leave together. O(N + E).
     """
     graph, device, schedule, unit = state[Profile].graph, state[Placement].device, state[Schedule], state[Profile].unit
-    arrivals = schedule.simulation.transfers.list_arrivals()
-    timeline = _Timeline(device, np.argsort(schedule.order), schedule.simulation.start_seconds, arrivals)
-    seconds = schedule.simulation.finish_seconds - schedule.simulation.start_seconds
+    rank, start_seconds = np.argsort(schedule.order), schedule.simulation.start_seconds
+    last_rank, last_arrival = _find_last_receipts(state, rank)
+    seconds = schedule.simulation.finish_seconds - start_seconds
     by_device = schedule.order[np.argsort(device[schedule.order], kind="stable")]
     following, followed = by_device[1:], by_device[:-1]
     call_seconds = np.array([item.segment_seconds for item in state.target.devices])[device]
     stays = np.zeros(len(graph), dtype=bool)
     stays[followed] = (unit[following] == unit[followed]) & (device[following] == device[followed])
     stays[followed] &= seconds[following] < call_seconds[following]
-    units = _consecutive_units(schedule.order, unit, device)
     # One pass over the schedule, with at most one open segment per device. A node joins the open one if all that its
-    # kernel reads is there when that begins. A node whose value leaves closes it, if the value is to leave at once.
+    # kernel reads is there when that begins, and is made before that in the schedule: to wait for it at the begin could
+    # take forever. A node whose value leaves closes it, if the value is to leave at once.
     open_segments: dict[int, list[int]] = {}
     segments: list[list[int]] = []
     for node in schedule.order.tolist():
         home = int(device[node])
         segment = open_segments.get(home)
-        members = units.get(node, ())
-        if segment is None or any(_must_wait(graph, timeline, member, segment[0]) for member in members):
+        if segment is None or last_rank[node] > rank[segment[0]] or last_arrival[node] > start_seconds[segment[0]]:
             segment = open_segments[home] = []
             segments.append(segment)
         segment.append(node)
@@ -118,29 +103,25 @@ def cut_into_segments(state: State) -> list[Ints]:
     return [np.array(nodes, dtype=np.int32) for nodes in segments]
 
 
-def _consecutive_units(order: Ints, unit: Ints, device: Ints) -> dict[int, list[int]]:
-    """Return, by first node, consecutive nodes of one unit and device."""
-    keys = np.stack([unit[order], device[order]])
-    borders = np.flatnonzero((keys[:, 1:] != keys[:, :-1]).any(axis=0)) + 1
-    return {int(nodes[0]): nodes.tolist() for nodes in np.split(order, borders) if len(nodes)}
+def _find_last_receipts(state: State, rank: Longs) -> tuple[Longs, Floats]:
+    """Return when the last value from another device is made, as a position in the schedule, and when the last arrives.
 
-
-def _must_wait(graph: OpGraph, timeline: _Timeline, node: int, first: int) -> bool:
-    """Return whether a node reads something that arrives too late.
-
-    That is after the segment of `first` begins.
+    Both are per node, given the position of each. The first of consecutive nodes of one unit and device has those of
+    all of them; the others, and nodes that read nothing from elsewhere, have values below all positions and times.
     """
-    home = int(timeline.device[node])
-    for value in graph.inputs[node].tolist():
-        producer = int(graph.producer[value])
-        if producer < 0 or timeline.device[producer] == home:
-            continue
-        # Scheduled after the segment begins: to wait for it at the begin could take forever.
-        if timeline.rank[producer] > timeline.rank[first]:
-            return True
-        if timeline.arrival_seconds[value, home] > timeline.start_seconds[first]:
-            return True
-    return False
+    graph, device, schedule, unit = state[Profile].graph, state[Placement].device, state[Schedule], state[Profile].unit
+    keys = np.stack([unit[schedule.order], device[schedule.order]])
+    begins = np.append(True, (keys[:, 1:] != keys[:, :-1]).any(axis=0))[: len(graph)]
+    first = schedule.order[begins][np.cumsum(begins) - 1][rank]
+    producers, readers, values = graph.producer[graph.inputs.items], graph.inputs.rows, graph.inputs.items
+    crosses = (producers >= 0) & (device[producers] != device[readers])
+    producers, readers, values = producers[crosses], readers[crosses], values[crosses]
+    arrivals = schedule.simulation.transfers.list_arrivals()
+    last_rank, last_arrival = np.full(len(graph), -1, dtype=np.int64), np.full(len(graph), -np.inf)
+    np.maximum.at(last_rank, first[readers], rank[producers])
+    pairs = zip(values.tolist(), device[readers].tolist())
+    np.maximum.at(last_arrival, first[readers], np.array([arrivals[pair] for pair in pairs], dtype=np.float64))
+    return last_rank, last_arrival
 
 
 def describe_segments(graph: OpGraph, plan: SegmentPlan, target: Target) -> tuple[Segment, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from importlib import metadata
 from typing import Any
@@ -165,10 +166,8 @@ def _package_versions() -> dict[str, str]:
     """Return the versions of the installed packages that results depend on."""
     versions = {}
     for name in ("onnxplace", "onnx", "onnxruntime", "onnxruntime-gpu"):
-        try:
+        with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return versions
 
 

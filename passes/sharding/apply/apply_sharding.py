@@ -283,7 +283,7 @@ def _build_whole(
     state: State, written: _Written, candidate: GroupChoice, options: ShardingOptions, *, from_parts: bool
 ) -> Model:
     """Return the unsharded model that the bundle keeps as its reference."""
-    whole = build_whole_model(state[Model], written.sharded, candidate.space.division, from_parts=from_parts)
+    whole = build_whole_model(state[Model], written.sharded, candidate.space, from_parts=from_parts)
     if not options.metadata:
         return whole
     ids = [state.target.devices[device].id for group in written.groups for device in group]
@@ -295,19 +295,17 @@ def _build_whole(
 def _split_states(sharded: ShardedModel, space: StrategySpace) -> tuple[SplitStateRecord, ...]:
     states, division = [], space.division
     for name, parts in sharded.split_states.items():
-        layout, sizes, axis, copies = parts.layout, list[int](), -1, 1
-        if layout.is_split:
-            axis, copies, size = layout.axis, division.copies(layout), space.facts.shapes[name][layout.axis]
-            sizes = [division.local_size(layout, size, device) for device in range(division.count)]
+        layout, shape = parts.layout, space.facts.shapes[name]
+        devices = range(division.count) if layout.is_split else ()
         states.append(
             SplitStateRecord(
                 input=name,
                 output=parts.output,
-                axis=axis,
+                axis=layout.axis,
                 inputs=parts.inputs,
                 outputs=parts.outputs,
-                sizes=tuple(sizes),
-                copies=copies,
+                sizes=tuple(division.local_size(layout, shape[layout.axis], device) for device in devices),
+                copies=division.copies(layout),
             )
         )
     return tuple(states)
@@ -349,8 +347,6 @@ def list_stage_groups(target: Target, first: Sequence[int], stages: int) -> list
     Raises UsageError if there are too few devices like those of the first group.
     """
     groups = [tuple(first)]
-    if stages == 1:
-        return groups
     kinds = sorted(target.devices[device].cost_class for device in first)
     remaining = [index for index in target.independent_devices if index not in set(first)]
     while len(remaining) >= len(first) and (stages == 0 or len(groups) < stages):

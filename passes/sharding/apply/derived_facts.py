@@ -24,7 +24,7 @@ from onnxplace.passes.sharding.apply.exchanges import list_slice_arguments
 from onnxplace.passes.sharding.apply.sharded_model import ShardedModel, StateLayout
 from onnxplace.passes.sharding.apply.sharding_specs import specify
 from onnxplace.passes.sharding.choose.layout_choice import LayoutChoice
-from onnxplace.passes.sharding.rules.layouts import Division, Layout
+from onnxplace.passes.sharding.rules.layouts import Layout
 from onnxplace.passes.sharding.space.known_shapes import infer_all_shapes
 from onnxplace.passes.sharding.space.node_strategies import NodeStrategy
 from onnxplace.passes.sharding.space.sharding_costs import WorkCosts
@@ -107,40 +107,36 @@ def _find_partners(sharded: ShardedModel) -> list[tuple[int, int]]:
     return pairs
 
 
-def build_whole_model(model: Model, sharded: ShardedModel, division: Division, *, from_parts: bool) -> Model:
+def build_whole_model(model: Model, sharded: ShardedModel, space: StrategySpace, *, from_parts: bool) -> Model:
     """Return a model that computes what the original does.
 
     Carried states are taken and returned in the same parts as by the sharded model. With `from_parts`, weights are put
     together from their parts, so that a bundle stores each byte once.
     """
-    return _WholeModel(model, sharded, division, from_parts).build()
+    return _WholeModel(model, sharded, space, from_parts).build()
 
 
 class _WholeModel:
-    def __init__(self, model: Model, sharded: ShardedModel, division: Division, from_parts: bool) -> None:
+    def __init__(self, model: Model, sharded: ShardedModel, space: StrategySpace, from_parts: bool) -> None:
         self._weight_parts = sharded.weight_parts if from_parts else {}
-        self._model, self._sharded, self._division = model, sharded, division
+        self._model, self._sharded = model, sharded
+        self._shapes, self._division = space.facts.shapes, space.division
         self._weights: dict[str, TensorProto] = {}
         self._before: list[NodeProto] = []
         self._after: list[NodeProto] = []
 
     def build(self) -> Model:
         model, sharded = self._model, self._sharded
+        parts_of = {name: parts.names for name, parts in self._weight_parts.items()}
+        parts_of |= {name: state.inputs for name, state in sharded.split_states.items()}
         for name, tensor in model.initializers.items():
-            if (state := sharded.split_states.get(name)) is not None:
-                self._weights.update({part: sharded.model.initializers[part] for part in state.inputs})
-                continue
-            parts = self._weight_parts.get(name)
-            if parts is None:
-                self._weights[name] = tensor
-                continue
-            for part in parts.names:
-                self._weights[part] = sharded.model.initializers[part]
-            size = tensor.dims[parts.layout.axis]
-            self._before += self._join(name, parts.layout, parts.names, size)
+            names = parts_of.get(name)
+            self._weights |= {part: sharded.model.initializers[part] for part in names} if names else {name: tensor}
+            if (parts := self._weight_parts.get(name)) is not None:
+                self._before += self._join(name, parts.layout, parts.names, tensor.dims[parts.layout.axis])
         for name, state in sharded.split_states.items():
             self._before += self._join_state(name, state)
-            self._after += self._cut_state(state)
+            self._after += self._cut_state(name, state)
         return replace(
             model,
             nodes=(*self._before, *model.nodes, *self._after),
@@ -176,26 +172,17 @@ class _WholeModel:
         if not state.layout.is_split:
             return [helper.make_node("Identity", [state.inputs[0]], [name], name=f"{name}/joined")]
         parts = [state.inputs[device] for device in self._division.holders(state.layout, 0)]
-        return self._join(name, state.layout, parts, self._size(state))
+        return self._join(name, state.layout, parts, self._shapes[name][state.layout.axis])
 
-    def _size(self, state: StateLayout) -> int:
-        """Return the size of the split axis of a state."""
-        axis, sizes = state.layout.axis, {value.name: value for value in self._sharded.model.inputs}
-        parts = (state.inputs[device] for device in self._division.holders(state.layout, 0))
-        return sum(sizes[part].type.tensor_type.shape.dim[axis].dim_value for part in parts)
-
-    def _cut_state(self, state: StateLayout) -> list[NodeProto]:
+    def _cut_state(self, name: str, state: StateLayout) -> list[NodeProto]:
         source = self._model.sources.get(state.output, state.output)
         if not state.layout.is_split:
             return [helper.make_node("Identity", [source], [part], name=f"{part}/cut") for part in state.outputs]
-        nodes, size = [], self._size(state)
+        axis, nodes = state.layout.axis, []
         for device, part in enumerate(state.outputs):
-            ranges = self._division.ranges(state.layout, size, device)
-            pieces = [f"{part}/cut{row}" for row in range(len(ranges))] if len(ranges) > 1 else [part]
-            for piece, (low, high) in zip(pieces, ranges):
-                nodes.append(self._slice(source, piece, state.layout.axis, low, high))
-            if len(pieces) > 1:
-                nodes.append(helper.make_node("Concat", pieces, [part], name=f"{part}/cut", axis=state.layout.axis))
+            # Parts of states are single ranges.
+            ((low, high),) = self._division.ranges(state.layout, self._shapes[name][axis], device)
+            nodes.append(self._slice(source, part, axis, low, high))
         return nodes
 
 

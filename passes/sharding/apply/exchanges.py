@@ -65,11 +65,13 @@ def shard_weight(
     inner = tuple(tensor.dims[axis + 1 :])
     is_external = tensor.data_location == TensorProto.EXTERNAL
     is_packed = TensorProto.DataType.Name(tensor.data_type) in _PACKED_TYPES
-    # Along the first axis, one range is contiguous in the file: nothing is read.
-    if is_external and not is_packed and rows == 1 and len(ranges) == 1:
-        return _refer_to_range(tensor, name, dims, packed_size(tensor.data_type, (ranges[0][0], *inner)))
     if is_external and not is_packed:
-        return make_tensor_part(tensor, name, axis, ranges)
+        if rows != 1 or len(ranges) > 1:
+            return make_tensor_part(tensor, name, axis, ranges)
+        # Along the first axis, one range is contiguous in the file, which may be absent: nothing is read.
+        location = next(entry.value for entry in tensor.external_data if entry.key == "location")
+        start = read_external_range(tensor)[0] + packed_size(tensor.data_type, (ranges[0][0], *inner))
+        return make_reference(name, tensor.data_type, dims, location, start, packed_size(tensor.data_type, dims))
     # Elements of less than a byte, and strings, have no offsets in bytes.
     if is_packed or tensor.data_type == TensorProto.STRING:
         array = numpy_helper.to_array(embed_tensor(tensor, folder))
@@ -80,13 +82,6 @@ def shard_weight(
     parts = [data[:, low * item : high * item] for low, high in ranges]
     raw = np.concatenate(parts, axis=1).tobytes()
     return TensorProto(name=name, data_type=tensor.data_type, dims=dims, raw_data=raw)
-
-
-def _refer_to_range(tensor: TensorProto, name: str, dims: Sequence[int], start_bytes: int) -> TensorProto:
-    """Return a part of external data that is contiguous in its file, which may be absent."""
-    location = next(entry.value for entry in tensor.external_data if entry.key == "location")
-    start = read_external_range(tensor)[0] + start_bytes
-    return make_reference(name, tensor.data_type, dims, location, start, packed_size(tensor.data_type, dims))
 
 
 def list_slice_arguments(
@@ -329,7 +324,7 @@ class ExchangeWriter:
         self.count("all-gather", name)
         holders = self.division.holders(source, device)
         pieces = [self.gathered_part(name, source, other, device) for other in holders]
-        return self.merge(name, source, pieces, self.facts.shapes[name], device, self.facts.bytes(name))
+        return self.merge(name, source, pieces, device, self.facts.bytes(name))
 
     def gathered_part(self, name: str, source: Layout, other: int, device: int) -> str:
         """Return the part of another device for an all-gather: from that device, or from the one that passes it on."""
@@ -359,9 +354,7 @@ class ExchangeWriter:
         is_whole = (start, end) == (low, high)
         return part if is_whole else self.slice(part, layout.axis, start - low, end - low, source, moved)
 
-    def merge(
-        self, name: str, source: Layout, pieces: Sequence[str], shape: Sequence[int], device: int, size_bytes: int
-    ) -> str:
+    def merge(self, name: str, source: Layout, pieces: Sequence[str], device: int, size_bytes: int) -> str:
         """Return the parts of a value, each from one device, put together along their split axis."""
         axis, ordered = source.axis, []
         result = self.part_name(name, REPLICATED, device)
@@ -370,7 +363,7 @@ class ExchangeWriter:
             return self.concat(pieces, axis, result, device, 2 * size_bytes)
         for row in range(source.outer):
             for other, piece in zip(self.division.holders(source, device), pieces):
-                rows = self.division.local_size(source, shape[axis], other) // source.outer
+                rows = self.division.local_size(source, self.facts.shapes[name][axis], other) // source.outer
                 share = size_bytes // (source.outer * len(pieces))
                 ordered.append(self.slice(piece, axis, row * rows, (row + 1) * rows, device, 2 * share))
         return self.concat(ordered, axis, result, device, 2 * size_bytes)
@@ -384,7 +377,7 @@ class ExchangeWriter:
             layout = self.scatter_layout(name)
             if layout is not None:
                 pieces = [self.gathered_part(name, layout, other, device) for other in self.devices]
-                return self.merge(name, layout, pieces, self.facts.shapes[name], device, size)
+                return self.merge(name, layout, pieces, device, size)
         pieces = [self.get(name, PARTIAL, other) for other in self.devices]
         return self.add_up(name, pieces, self.part_name(name, REPLICATED, device), device, size)
 
@@ -413,7 +406,7 @@ class ExchangeWriter:
         """Return a device's part along another axis: each device sends it its share of that."""
         self.count("all-to-all", name)
         pieces, part_bytes = self.cut_for(name, source, layout)[device], self.bytes(name, layout, device)
-        return self.merge(name, source, pieces, self.facts.shapes[name], device, part_bytes)
+        return self.merge(name, source, pieces, device, part_bytes)
 
     def cut_for(self, name: str, source: Layout, layout: Layout) -> list[list[str]]:
         """Return the pieces of a value that devices cut from what they have, [destination][source].

@@ -63,10 +63,9 @@ class GroupChoice(GroupProblem):
         strategies = enumerate(self.space.strategies[index])
         numbers = group_pairs((self._name_layout(index, strategy, value), number) for number, strategy in strategies)
         kept = self._name_layout(index, self.choice.strategies[index], value)
-        seconds = self.choice.seconds
         others = [self._compare(index, layout, own) for layout, own in numbers.items() if layout != kept]
         others.sort(key=lambda item: (item.seconds is None, item.seconds))
-        return LayoutAlternative(kept, is_kept=True, seconds=seconds), *others
+        return LayoutAlternative(kept, is_kept=True, seconds=self.choice.seconds), *others
 
     def _name_layout(self, index: int, strategy: NodeStrategy, value: str) -> str:
         if not value:

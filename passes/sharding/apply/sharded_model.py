@@ -94,10 +94,9 @@ class ShardedModelWriter(ExchangeWriter):
                 continue
             # Parts that several devices have are under the first of them.
             holders = self.division.holders(layout, 0) if layout.is_split else self.devices
-            names = [self.parts.get((name, layout, device)) for device in holders]
-            present = [part for part in names if part is not None]
-            if len(present) == len(names):
-                complete[name] = WeightParts(layout, tuple(present))
+            keys = [(name, layout, device) for device in holders]
+            if self.parts.keys() >= set(keys):
+                complete[name] = WeightParts(layout, tuple(self.parts[key] for key in keys))
         return complete
 
     def add_inputs(self) -> dict[str, tuple[str, ...]]:
@@ -163,7 +162,7 @@ class ShardedModelWriter(ExchangeWriter):
             return
         copy = deepcopy(node)
         copy.name = self.name(f"{node.name}/{self.part_suffix}{device}")
-        copy.input[:] = [self.input(node, strategy, position, device) for position in range(len(node.input))]
+        copy.input[:] = self.inputs(node, strategy, device)
         for graph, split in zip(iterate_subgraphs(copy), strategy.subgraphs):
             graph.CopyFrom(_SubgraphWriter(split, self.costs, copy.name, device).write_graph())
         self.rename_captured(copy, index, strategy, device)
@@ -183,11 +182,9 @@ class ShardedModelWriter(ExchangeWriter):
             if name and layout is not None:
                 self.parts[name, layout, device] = result
 
-    def input(self, node: NodeProto, strategy: NodeStrategy, position: int, device: int) -> str:
-        name, layout = node.input[position], strategy.inputs[position]
-        if not name:
-            return ""
-        return self.get(name, layout or REPLICATED, device)
+    def inputs(self, node: NodeProto, strategy: NodeStrategy, device: int) -> list[str]:
+        pairs = zip(node.input, strategy.inputs)
+        return [self.get(name, layout or REPLICATED, device) if name else "" for name, layout in pairs]
 
     def edit(self, copy: NodeProto, view: NodeView, strategy: NodeStrategy, device: int) -> None:
         def override(name: str, length: int, index: int, entry: int) -> str:
@@ -220,7 +217,7 @@ class ShardedModelWriter(ExchangeWriter):
         name = self.name(f"{node.name}/range{device}")
         proto = helper.make_node("DynamicQuantizeLinear", [ends], [f"{name}/unused", scale, zero_point], name=name)
         self.add(proto, NodeOrigin(device, -1))
-        inputs = [self.input(node, strategy, position, device) for position in range(len(node.input))]
+        inputs = self.inputs(node, strategy, device)
         result = self.name(self.part_name(node.output[0], strategy.outputs[0] or REPLICATED, device))
         quantised = [inputs[0], scale, zero_point]
         if node.op_type == "DynamicQuantizeLinear":
@@ -258,15 +255,11 @@ class ShardedModelWriter(ExchangeWriter):
         """Return the shape of the whole value, from that of a part."""
         layout = strategy.inputs[0]
         assert layout is not None
-        rank = view.rank()
-        start, end = (
-            min(max(int(item) + rank if item < 0 else int(item), 0), rank)
-            for item in (view.attribute("start", 0), view.attribute("end", rank))
-        )
-        if not start <= layout.axis < end:
+        axes = range(view.rank())[view.attribute("start", 0) : view.attribute("end", view.rank())]
+        if layout.axis not in axes:
             return result
-        index, size = layout.axis - start, view.shape(0)[layout.axis]
-        return self.override_entry(result, end - start, index, size, f"{result}/whole", device)
+        index, size = axes.index(layout.axis), view.shape(0)[layout.axis]
+        return self.override_entry(result, len(axes), index, size, f"{result}/whole", device)
 
     def weigh_mean(self, node: NodeProto, view: NodeView, strategy: NodeStrategy, result: str, device: int) -> str:
         """Return a part's mean times its share of the whole, which is a summand of the mean."""
@@ -316,7 +309,6 @@ class ShardedModelWriter(ExchangeWriter):
         self.name_results(returned)
         nodes, origins, read = self.list_used(set(returned))
         read.update(value.name for value in inputs)
-        weight_parts = self.weight_parts()
         sharded = replace(
             model,
             nodes=tuple(nodes),
@@ -325,14 +317,13 @@ class ShardedModelWriter(ExchangeWriter):
             outputs=tuple(outputs),
             states=MappingProxyType(states),
         )
-        exchanges = {kind: len(keys) for kind, keys in sorted(self.exchanges.items())}
         return ShardedModel(
             model=sharded,
             origins=tuple(origins),
-            exchanges=exchanges,
+            exchanges={kind: len(keys) for kind, keys in sorted(self.exchanges.items())},
             split_states=MappingProxyType(state_layouts),
             weight_parts=MappingProxyType(
-                {name: parts for name, parts in weight_parts.items() if read.issuperset(parts.names)}
+                {name: parts for name, parts in self.weight_parts().items() if read.issuperset(parts.names)}
             ),
         )
 

@@ -142,12 +142,8 @@ def _add_up(tables: Sequence[CostTable], places: Sequence[tuple[int, ...]], size
     total = np.zeros(sizes)
     for table, place in zip(tables, places):
         order = sorted(range(len(place)), key=place.__getitem__)
-        if order != list(range(len(place))):
-            table = table.transpose(order)
-        shape = [1] * len(sizes)
-        for axis in place:
-            shape[axis] = sizes[axis]
-        total += table.reshape(shape)
+        shape = [size if axis in place else 1 for axis, size in enumerate(sizes)]
+        total += table.transpose(order).reshape(shape)
     return total
 
 
@@ -155,10 +151,12 @@ def _add_up(tables: Sequence[CostTable], places: Sequence[tuple[int, ...]], size
 class Solution:
     """An assignment of all variables."""
 
-    values: tuple[int, ...]
+    values: Sequence[int]
     cost: float
     lower_bound: float
-    """No assignment costs less."""
+    """No assignment, within the limit of memory if there is one, costs less."""
+    fits: bool = True
+    """Whether the assignment keeps within the limit of memory."""
 
 
 def minimise(sizes: Sequence[int], factors: Sequence[Factor], max_entries: int = 1 << 20, sweeps: int = 3) -> Solution:
@@ -189,7 +187,7 @@ def minimise(sizes: Sequence[int], factors: Sequence[Factor], max_entries: int =
             improve_windows(sizes, rounded, values, max_entries, sweeps)
     values = min(starts, key=lambda item: evaluate(rounded, item))
     cost = evaluate(factors, values)
-    return Solution(tuple(values), cost, math.inf if bound > max_cost else min(bound, cost))
+    return Solution(values, cost, math.inf if bound > max_cost else min(bound, cost))
 
 
 def eliminate_exactly(sizes: Sequence[int], factors: Sequence[Factor], max_entries: int = 1 << 20) -> Solution | None:
@@ -202,7 +200,7 @@ def eliminate_exactly(sizes: Sequence[int], factors: Sequence[Factor], max_entri
         return None
     values = elimination.assign([0] * len(sizes))
     cost = evaluate(factors, values) if evaluate(rounded, values) <= max_cost else math.inf
-    return Solution(tuple(values), cost, cost)
+    return Solution(values, cost, cost)
 
 
 # The pool holds all tables that are left, by number. A variable knows the numbers of its tables, and its neighbours:

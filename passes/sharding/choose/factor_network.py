@@ -110,8 +110,6 @@ def build_network(sizes: Sequence[int], factors: Sequence[Factor]) -> FactorNetw
 
 
 def _sum_of_largest(entries: Floats, start: Integers) -> float:
-    if len(start) < 2:
-        return 0.0
     finite = np.abs(np.where(np.isfinite(entries), entries, 0.0))
     is_filled = np.diff(start) > 0
     return float(np.maximum.reduceat(finite, start[:-1][is_filled]).sum()) if is_filled.any() else 0.0
@@ -301,7 +299,7 @@ def collect_memory(reduced: ReducedNetwork, holdings: Sequence[Holding], limit: 
             changes[np.searchsorted(places, begin)] += usage
             changes[np.searchsorted(places, end)] -= usage
         table = changes.cumsum(axis=0)[:-1]
-        is_used = table.any(axis=1) if len(table) else np.zeros(0, bool)
+        is_used = table.any(axis=1)
         counts.append(int(is_used.sum()))
         begins_of_spans.append(places[:-1][is_used])
         ends_of_spans.append(places[1:][is_used])

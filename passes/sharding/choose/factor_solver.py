@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onnxplace.graph.lifetimes import sum_alive
-from onnxplace.passes.sharding.choose.elimination import Factor, eliminate_exactly, evaluate
+from onnxplace.passes.sharding.choose.elimination import Factor, Solution, eliminate_exactly, evaluate
 from onnxplace.passes.sharding.choose.factor_kernels import add_prices, add_usage, pass_messages
 from onnxplace.passes.sharding.choose.factor_network import (
     FactorNetwork,
@@ -87,19 +87,7 @@ class FactorProblem:
         return sum_alive(self.spans[:, 0], self.spans[:, 1], held, self.moment_count)
 
 
-@dataclass(frozen=True)
-class FactorSolution:
-    """An assignment of all variables."""
-
-    values: list[int]
-    cost: float
-    bound: float
-    """No assignment within the limit costs less."""
-    fits: bool
-    """Whether the assignment keeps within the limit of memory."""
-
-
-def solve(problem: FactorProblem, *, seconds: float, seed: int = 0, max_entries: int = 1 << 20) -> FactorSolution:
+def solve(problem: FactorProblem, *, seconds: float, seed: int = 0, max_entries: int = 1 << 20) -> Solution:
     """Return the best assignment found, with a lower bound on the cost of all that fit.
 
     Args:
@@ -114,16 +102,16 @@ def solve(problem: FactorProblem, *, seconds: float, seed: int = 0, max_entries:
     if exact is not None:
         bound = exact.cost
         if peak_bytes(problem, exact.values) <= problem.limit:
-            return FactorSolution(list(exact.values), exact.cost, bound, fits=True)
+            return exact
     reduced = reduce_network(build_network(problem.sizes, problem.factors))
     if not reduced.is_possible:
-        return FactorSolution([0] * len(problem.sizes), math.inf, math.inf, fits=False)
+        return Solution([0] * len(problem.sizes), math.inf, math.inf, fits=False)
     memory = collect_memory(reduced, problem.holdings, problem.limit)
     search = _Search(reduced.network, memory, seed)
     # What has been done so far has no share in the phases.
     deadline = _Clock(time.monotonic(), seconds - (time.monotonic() - begin))
     if exact is not None and memory.free_bytes.min(initial=0.0) < 0:
-        return FactorSolution(list(exact.values), exact.cost, math.inf, fits=False)
+        return replace(exact, lower_bound=math.inf, fits=False)
     search.raise_prices(deadline, _PRICE_SHARE)
     if search.best_cost < math.inf and not search.is_proven(bound):
         search.anneal(deadline, _ANNEAL_SHARE)
@@ -132,13 +120,13 @@ def solve(problem: FactorProblem, *, seconds: float, seed: int = 0, max_entries:
     return _finish(problem, reduced, search, bound)
 
 
-def _finish(problem: FactorProblem, reduced: ReducedNetwork, search: _Search, bound: float) -> FactorSolution:
+def _finish(problem: FactorProblem, reduced: ReducedNetwork, search: _Search, bound: float) -> Solution:
     values = reduced.expand(search.best)[: len(problem.sizes)]
     cost = evaluate(problem.factors, values)
     fits = peak_bytes(problem, values) <= problem.limit
     # Sums of prices and messages are rounded.
     bound = max(bound, search.bound - _SMALL_GAP * abs(search.bound))
-    return FactorSolution(values, cost, min(bound, cost) if fits else bound, fits)
+    return Solution(values, cost, min(bound, cost) if fits else bound, fits)
 
 
 def peak_bytes(problem: FactorProblem, values: Sequence[int]) -> float:

@@ -20,8 +20,8 @@ from functools import cached_property, partial
 import numpy as np
 
 from onnxplace.passes.sharding.choose.choice_memory import ChoiceMemory
-from onnxplace.passes.sharding.choose.elimination import CostTable, Factor, evaluate, minimise, order_factor
-from onnxplace.passes.sharding.choose.factor_solver import FactorProblem, FactorSolution, peak_bytes, solve
+from onnxplace.passes.sharding.choose.elimination import CostTable, Factor, Solution, evaluate, minimise, order_factor
+from onnxplace.passes.sharding.choose.factor_solver import FactorProblem, peak_bytes, solve
 from onnxplace.passes.sharding.choose.priced_elimination import solve_by_prices
 from onnxplace.passes.sharding.rules.layouts import PARTIAL, REPLICATED, Layout
 from onnxplace.passes.sharding.space.node_strategies import NodeStrategy
@@ -188,10 +188,8 @@ class ChoiceNetwork:
         variable = self._new_variable(len(options))
         self.options[name] = variable, options
         key = tuple(options), size
-        unary = self._table(
-            ("unary", key, is_output, border), lambda: self._option_table(options, size, is_output, border)
-        )
-        self._factors.append(Factor((variable,), unary))
+        build = partial(self._option_table, options, size, is_output, border)
+        self._add_table(("unary", key, is_output, border), (variable,), build)
         if producer is not None:
             # Infinity forbids: the option has to begin with the layout in which a strategy makes the value.
             self._add_table(
@@ -206,13 +204,10 @@ class ChoiceNetwork:
                 ("read", key, tuple(wants)), (index, variable), partial(self._reader_table, wants, options, size)
             )
 
-    def _table(self, key: object, build: Callable[[], CostTable]) -> CostTable:
+    def _add_table(self, key: object, scope: tuple[int, ...], build: Callable[[], CostTable]) -> None:
         if key not in self._tables:
             self._tables[key] = build()
-        return self._tables[key]
-
-    def _add_table(self, key: object, scope: tuple[int, ...], build: Callable[[], CostTable]) -> None:
-        self._factors.append(order_factor(scope, self._table(key, build)))
+        self._factors.append(order_factor(scope, self._tables[key]))
 
     def _options(self, sources: Sequence[Layout], wanted: set[Layout], size: int) -> list[Option]:
         options = []
@@ -319,17 +314,15 @@ class ChoiceProblem:
     def _solve_freely(self, price: float) -> LayoutChoice:
         network = self._network
         factors = network.factors(price)
-        found = minimise(network.sizes, factors)
-        solution = FactorSolution(list(found.values), found.cost, found.lower_bound, fits=True)
-        solution = _improve(FactorProblem(network.sizes, factors), solution)
+        solution = _improve(FactorProblem(network.sizes, factors), minimise(network.sizes, factors))
         # Without a proof, the solution may be worse than whole nodes, which are the first of all choices.
-        if solution.cost > solution.bound:
+        if solution.cost > solution.lower_bound:
             whole = [0] * len(network.sizes)
             cost = evaluate(factors, whole)
             solution = replace(solution, values=whole, cost=cost) if cost < solution.cost else solution
         return self._read(solution, price)
 
-    def _read(self, solution: FactorSolution, price: float = 0.0) -> LayoutChoice:
+    def _read(self, solution: Solution, price: float = 0.0) -> LayoutChoice:
         """Return the choice that a solution is, where each byte of weights costs this many seconds."""
         network, values = self._network, solution.values
         strategies, read_seconds = network.strategies(values), price * network.read_bytes(values)
@@ -339,19 +332,19 @@ class ChoiceProblem:
             seconds=solution.cost - read_seconds,
             # For each choice, seconds + price * bytes is at least the bound. So the seconds of each choice that reads
             # no more bytes than this one are at least the bound less the price of these.
-            lower_bound_seconds=max(min(solution.bound, solution.cost) - read_seconds, 0.0),
+            lower_bound_seconds=max(min(solution.lower_bound, solution.cost) - read_seconds, 0.0),
             weight_bytes=count_weight_bytes(self.space, strategies),
         )
 
 
-def _improve(problem: FactorProblem, solution: FactorSolution) -> FactorSolution:
+def _improve(problem: FactorProblem, solution: Solution) -> Solution:
     """Return the better one of a solution that elimination did not prove and what the search finds in short time."""
-    if solution.fits and (1 - _LARGE_GAP) * solution.cost <= solution.bound:
+    if solution.fits and (1 - _LARGE_GAP) * solution.cost <= solution.lower_bound:
         return solution
     other = solve(problem, seconds=_SEARCH_SECONDS, max_entries=0)  # elimination was tried
-    bound = max(solution.bound, other.bound)
+    bound = max(solution.lower_bound, other.lower_bound)
     best = other if other.fits and (not solution.fits or other.cost < solution.cost) else solution
-    return replace(best, bound=min(bound, best.cost) if best.fits else bound)
+    return replace(best, lower_bound=min(bound, best.cost) if best.fits else bound)
 
 
 def count_weight_bytes(space: StrategySpace, strategies: Sequence[NodeStrategy]) -> int:

@@ -15,12 +15,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from onnxplace.graph.op_graph import Floats
 from onnxplace.passes.sharding.choose.elimination import Factor, Solution, evaluate, minimise
-from onnxplace.passes.sharding.choose.factor_solver import FactorProblem, FactorSolution
+from onnxplace.passes.sharding.choose.factor_solver import FactorProblem
 
 # Rounds of prices: at first the step doubles until something fits, then it shrinks with each round.
 _ROUNDS, _GROWTH, _SHRINKING = 40, 2.0, 0.75
@@ -40,12 +41,8 @@ class _PriceSearch:
         # A holding is where its variable is; a variable, where the first one is that it shares a table with: a value
         # with the node that makes it.
         self.places = places[np.array([item.variable for item in problem.holdings], np.int64)]
-        self.best: FactorSolution | None = None
+        self.best: Solution | None = None
         self.bound = -math.inf
-
-    def excess(self, values: Sequence[int]) -> Floats:
-        """Return the bytes above the limit at each moment, negative where some are free."""
-        return self.problem.held_bytes(values) - self.problem.limit
 
     def minimise(self, prices: Floats, until: int = 0, lower: Floats | None = None) -> Solution:
         """Return the best assignment at these prices; holdings before a position have the lower ones."""
@@ -69,14 +66,17 @@ class _PriceSearch:
         return gap <= _SMALL_GAP * abs(self.bound) or time.monotonic() > self.deadline
 
     def keep(self, values: Sequence[int]) -> Floats:
-        """Keep an assignment that fits and costs less than the best one; return its excess."""
-        excess = self.excess(values)
+        """Keep an assignment that fits and costs less than the best one.
+
+        Returns the bytes above the limit at each moment, negative where some are free.
+        """
+        excess = self.problem.held_bytes(values) - self.problem.limit
         cost = evaluate(self.problem.factors, values)
         if excess.max(initial=0.0) <= 0 and (self.best is None or cost < self.best.cost):
-            self.best = FactorSolution(list(values), cost, self.bound, fits=True)
+            self.best = Solution(values, cost, self.bound)
         return excess
 
-    def run(self) -> FactorSolution:
+    def run(self) -> Solution:
         first = self.minimise(np.zeros(self.problem.moment_count))
         self.bound = first.lower_bound
         excess = self.keep(first.values)
@@ -97,8 +97,8 @@ class _PriceSearch:
             step *= _GROWTH if self.best is None else _SHRINKING
         if self.best is not None:
             self._mix(light, heavy)
-            return FactorSolution(self.best.values, self.best.cost, min(self.bound, self.best.cost), fits=True)
-        return FactorSolution(list(first.values), first.cost, self.bound, fits=False)
+            return replace(self.best, lower_bound=min(self.bound, self.best.cost))
+        return replace(first, lower_bound=self.bound, fits=False)
 
     def _mix(self, light: Floats, heavy: Floats) -> None:
         """Find the last position up to which the prices may be those at which too much is held."""
@@ -109,7 +109,7 @@ class _PriceSearch:
             low, high = (middle, high) if excess.max() <= 0 else (low, middle)
 
 
-def solve_by_prices(problem: FactorProblem, *, seconds: float) -> FactorSolution:
+def solve_by_prices(problem: FactorProblem, *, seconds: float) -> Solution:
     """Return the best assignment found within the limit of memory, with a lower bound on the cost of all that fit.
 
     Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from onnxplace.passes.sharding.rules.axis_rules import AxisRule, Rule, by_letters, scale_attributes
@@ -35,26 +35,7 @@ def _split_heads(view: NodeView) -> list[AxisRule]:
     keys = {("in", position): (2 if is_flat and position < 3 else 1, shared) for position in (1, 2, 4, 5)}
     keys |= {("out", position): (1, shared) for position in (_PRESENT_KEY, _PRESENT_VALUE)}
     queries = by_letters(view, f"{own},,,-h--->{own},,,-h--", "h", units=heads, edit=edit)
-    return [*together, *_share_heads(view, queries, keys)]
-
-
-def _share_heads(
-    view: NodeView, queries: Iterable[AxisRule], keys: Mapping[tuple[str, int], tuple[int, int]]
-) -> list[AxisRule]:
-    """Return the rules by heads of queries, where heads of keys are fewer than devices: several have the same one.
-
-    Args:
-        view: The node.
-        queries: Rules by heads of queries alone.
-        keys: ("in" or "out", position) -> axis and number of heads, of keys, values and their caches.
-    """
-    outputs = view.present_outputs()
-    present = {
-        (side, position): item
-        for (side, position), item in keys.items()
-        if (view.has(position) if side == "in" else position in outputs)
-    }
-    return [replace(rule, shared=present) for rule in queries]
+    return [*together, *(replace(rule, shared=keys) for rule in queries)]
 
 
 def _split_queries(view: NodeView) -> list[AxisRule]:
@@ -219,7 +200,7 @@ def _by_heads_of_keys(view: NodeView, heads: int, shared: int, is_packed: bool) 
     if is_packed:
         return [together]
     places = {("in", p): (axis, shared) for p, axis in keys.items()} | {("out", p): (1, shared) for p in present}
-    return [together, *_share_heads(view, [AxisRule(queries, {0: 2}, units=heads, edit=edit)], places)]
+    return [together, AxisRule(queries, {0: 2}, units=heads, edit=edit, shared=places)]
 
 
 def rotary_embedding(view: NodeView) -> list[AxisRule]:

@@ -42,7 +42,8 @@ class AxisRule:
     """Parts of the first input are quantised by the range of the whole; outputs that are not named are its scale and
     zero point, which all devices have."""
     shared: Mapping[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
-    """("in" or "out", position) -> axis and units, of tensors with fewer units than devices: each is on several."""
+    """("in" or "out", position) -> axis and units, of tensors with fewer units than devices: each is on several.
+    Omitted tensors may be named."""
 
 
 Rule = Callable[[NodeView], Iterable[AxisRule]]
@@ -96,16 +97,11 @@ def signature_rule(signature: str, letters: str) -> Rule:
 
 
 def split_same(
-    view: NodeView,
-    axes: Iterable[int],
-    inputs: Iterable[int] = (0,),
-    outputs: Iterable[int] | None = None,
-    edit: Edit | None = None,
+    view: NodeView, axes: Iterable[int], inputs: Iterable[int] = (0,), edit: Edit | None = None
 ) -> list[AxisRule]:
-    """Return a rule per axis, which is the same in all these inputs and outputs."""
-    positions = view.present_outputs() if outputs is None else list(outputs)
-    named = [position for position in inputs if view.has(position)]
-    return [AxisRule(dict.fromkeys(named, axis), dict.fromkeys(positions, axis), edit=edit) for axis in axes]
+    """Return a rule per axis, which is the same in all these inputs and in all outputs."""
+    named, outputs = [position for position in inputs if view.has(position)], view.present_outputs()
+    return [AxisRule(dict.fromkeys(named, axis), dict.fromkeys(outputs, axis), edit=edit) for axis in axes]
 
 
 def all_but_axis(default: int, name: str = "axis") -> Rule:

@@ -249,10 +249,8 @@ class Division:
         """Return which fraction of a value a device has."""
         if not layout.is_split:
             return 1.0
-        if layout.rows:
-            return (layout.rows[device][1] - layout.rows[device][0]) / layout.rows[-1][1]
-        first, end = self.blocks_of(layout, device)
-        return (end - first) / layout.blocks
+        size = layout.rows[-1][1] if layout.rows else layout.blocks
+        return self.local_size(layout, size, device) / size
 
     def largest_fraction(self, layout: Layout | None) -> float:
         """Return the largest fraction of a value that a device has; 1 for an omitted one."""

@@ -5,8 +5,6 @@ Reshape, Squeeze, Unsqueeze, Flatten, and Split and Concat along their own axis 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from onnxplace.passes.sharding.rules.axis_rules import (
     AxisRule,
     Rule,
@@ -30,31 +28,24 @@ def transpose(view: NodeView) -> list[AxisRule]:
 
 def slice_(view: NodeView) -> list[AxisRule]:
     """Slice: the axes that it does not cut, known by constant axes, and those that it takes whole at any size."""
-    starts: Sequence[int] | None
-    ends: Sequence[int] | None
     if view.opset < 10:
         starts, ends = view.attribute("starts", ()), view.attribute("ends", ())
-        axes, steps = view.attribute("axes") or range(len(starts or ())), None
+        axes, steps = view.attribute("axes") or range(len(starts)), [1] * len(starts)
+    elif view.has(3) and 3 not in view.constants:
+        return []
     else:
-        if view.has(3) and 3 not in view.constants:
-            return []
-        starts, ends, steps = (_read_vector(view, position) for position in (1, 2, 4))
+        starts, ends = _read_vector(view, 1), _read_vector(view, 2)
         axes = _read_vector(view, 3) or range(view.shape(1)[0])
-        if view.has(4) and steps is None:
-            starts = None
-    whole = [
-        starts is not None
-        and ends is not None
-        and (starts[index], steps[index] if steps else 1) == (0, 1)
-        and ends[index] >= _TO_THE_END
-        for index in range(len(axes))
-    ]
-    return split_same(view, other_axes(view, *(axis for axis, is_whole in zip(axes, whole) if not is_whole)))
+        steps = _read_vector(view, 4) if view.has(4) else [1] * len(axes)
+    # An axis whose bounds are not constant may be cut.
+    bounds = zip(axes, starts, ends, steps)
+    whole = {axis for axis, start, end, step in bounds if (start, step) == (0, 1) and end >= _TO_THE_END}
+    return split_same(view, other_axes(view, *(axis for axis in axes if axis not in whole)))
 
 
-def _read_vector(view: NodeView, position: int) -> list[int] | None:
-    """Return a constant input, None for another or an omitted one."""
-    return view.constants[position].reshape(-1).tolist() if position in view.constants else None
+def _read_vector(view: NodeView, position: int) -> list[int]:
+    """Return a constant input; nothing for another or an omitted one."""
+    return view.constants[position].reshape(-1).tolist() if position in view.constants else []
 
 
 def pad(view: NodeView) -> list[AxisRule]:
@@ -80,20 +71,17 @@ def tile(view: NodeView) -> list[AxisRule]:
 
 def expand(view: NodeView) -> list[AxisRule]:
     """Expand: the target shape has the size of the part."""
-    result = view.result()
+    rank = len(view.result())
+    first_named = rank - view.shape(1)[0]
 
     def set_target(local: LocalNode) -> None:
         layout = local.layouts[0]
         assert layout is not None
-        local.override_entry(1, len(result) - view.shape(1)[0], layout.axis, local.out_shape()[layout.axis])
+        local.override_entry(1, first_named, layout.axis, local.out_shape()[layout.axis])
 
-    rules = []
-    for axis in range(len(result)):
-        position = axis - (len(result) - view.shape(1)[0])
-        inputs = aligned_axes(view, axis, (0,))
-        # An axis that the target does not name keeps the size of the part by itself.
-        rules.append(AxisRule(inputs, {0: axis}, edit=set_target if position >= 0 else None))
-    return rules
+    # An axis that the target does not name keeps the size of the part by itself.
+    edits = [set_target if axis >= first_named else None for axis in range(rank)]
+    return [AxisRule(aligned_axes(view, axis, (0,)), {0: axis}, edit=edit) for axis, edit in enumerate(edits)]
 
 
 def resize(view: NodeView) -> list[AxisRule]:
@@ -166,13 +154,8 @@ def matrices(view: NodeView) -> list[AxisRule]:
 
 def reverse_sequence(view: NodeView) -> list[AxisRule]:
     """ReverseSequence: every axis but that of time; the batch with its lengths."""
-    batch, time = (int(view.attribute(name, default)) for name, default in (("batch_axis", 1), ("time_axis", 0)))
-    batch, time = batch % view.rank(), time % view.rank()
-    return [
-        AxisRule({0: axis, 1: 0} if axis == batch else {0: axis}, {0: axis})
-        for axis in range(view.rank())
-        if axis != time
-    ]
+    batch, time = int(view.attribute("batch_axis", 1)) % view.rank(), int(view.attribute("time_axis", 0))
+    return [AxisRule({0: axis, 1: 0} if axis == batch else {0: axis}, {0: axis}) for axis in other_axes(view, time)]
 
 
 def concat_others(view: NodeView) -> list[AxisRule]:

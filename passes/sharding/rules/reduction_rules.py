@@ -44,10 +44,9 @@ def trailing_normalization(view: NodeView) -> list[AxisRule]:
     normalised = view.rank() - first
     if any(view.has(position) and view.rank(position) > normalised for position in (1, 2)):
         return []
-    outputs = [position for position in view.present_outputs() if len(view.result(position)) == view.rank()]
-    if len(outputs) != len(view.present_outputs()):
+    if any(len(view.result(position)) != view.rank() for position in view.present_outputs()):
         return []
-    return split_same(view, range(first), outputs=outputs)
+    return split_same(view, range(first))
 
 
 def skip_normalization(view: NodeView) -> list[AxisRule]:

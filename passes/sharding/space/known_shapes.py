@@ -289,13 +289,9 @@ def _evaluate(
     model: Model, nodes: Sequence[NodeProto], shapes: Mapping[str, Shape], known: Mapping[str, TensorProto]
 ) -> dict[str, TensorProto]:
     """Return the small values that some nodes compute; shapes alone if ONNX Runtime refuses them."""
-    given: dict[str, TensorProto] = {}
-    computed: list[NodeProto] = []
-    for node in nodes:
-        if node.op_type in ("Shape", "Size"):
-            given[node.output[0]] = _describe(node, shapes[node.input[0]])
-        else:
-            computed.append(node)
+    described = [node for node in nodes if node.op_type in ("Shape", "Size")]
+    given = {node.output[0]: _describe(node, shapes[node.input[0]]) for node in described}
+    computed = [node for node in nodes if node.op_type not in ("Shape", "Size")]
     if not computed:
         return given
     read = {name for node in computed for name in node.input if name}
@@ -352,18 +348,14 @@ def fix_sizes(model: Model) -> Model:
 
 def report_fixed_sizes(model: Model, fixed: Model, reason: str) -> list[Diagnostic]:
     """Return a note if a model had symbolic sizes, which are fixed now; `reason` names what needs that."""
-    symbolic = [value.name for value in model.inputs if not _is_fixed(value)]
+    entries = {value.name: read_shape_entries(value.type) or () for value in model.inputs}
+    symbolic = [name for name, sizes in entries.items() if not all(isinstance(size, int) for size in sizes)]
     if not symbolic:
         return []
     shapes = fixed.input_shapes()
     listed = ", ".join(f"{name} {list(shapes[name])}" for name in symbolic[:3])
     message = f"{reason} need fixed sizes: the bundle takes these inputs alone: {listed}"
     return [Diagnostic("L065", message, hint="--shape gives the sizes, as in --shape batch=8")]
-
-
-def _is_fixed(value: ValueInfoProto) -> bool:
-    shape = read_shape_entries(value.type)
-    return shape is None or all(isinstance(size, int) for size in shape)
 
 
 def _fill(value: ValueInfoProto, known: dict[str, int]) -> ValueInfoProto:

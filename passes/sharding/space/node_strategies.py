@@ -182,10 +182,6 @@ class StrategyTable:
     def __init__(self, division: Division) -> None:
         self.division = division
 
-    def whole(self, view: NodeView) -> NodeStrategy:
-        """Return the strategy that computes a node on every device."""
-        return NodeStrategy(_lay_out(view.inputs), _lay_out(view.outputs))
-
     def list(self, view: NodeView, cuts: CutsByAxis, free: FreeAxes) -> list[NodeStrategy]:
         """Return the strategies of a node: first the whole one, then the split ones without duplicates.
 
@@ -194,9 +190,9 @@ class StrategyTable:
             cuts: ("in" or "out", position, axis) -> cuts of that axis that other nodes may ask for.
             free: ("in" or "out", position) -> per axis, whether it may be split.
         """
-        candidates = [self.whole(view), *self._split_strategies(view, cuts, free)]
+        whole = NodeStrategy(_lay_out(view.inputs), _lay_out(view.outputs))
         distinct: dict[tuple[Layouts, Layouts], NodeStrategy] = {}
-        for strategy in candidates:
+        for strategy in (whole, *self._split_strategies(view, cuts, free)):
             if self._is_allowed(strategy, free):
                 distinct.setdefault((strategy.inputs, strategy.outputs), strategy)
         return [*distinct.values()]
@@ -267,7 +263,7 @@ class StrategyTable:
     def _share(self, view: NodeView, side: str, position: int, axis: int, units: int) -> Layout | None:
         """Return the layout of fewer units than devices, each on several of them; None if they cannot be shared out."""
         shapes = view.inputs if side == "in" else view.outputs
-        shape = shapes[position]
+        shape = shapes[position] if position < len(shapes) else None
         if shape is None or units == 1:
             return REPLICATED
         return self.division.split(axis, shape[axis], 1, units) if units < self.division.count else None
@@ -315,18 +311,13 @@ class StrategyTable:
             return
         axis, parts = equal
         is_split = view.op == "Split"
-        one = view.shape(0) if is_split else view.result()
-        options = {
-            cut for position in range(parts) for cut in cuts.get(("out" if is_split else "in", position, axis), ())
-        }
-        for outer, blocks, rows, valid in cuts.get(("in" if is_split else "out", 0, axis), ()):
-            if outer % parts == 0:
-                options.add((outer // parts, blocks, rows, valid))
-        for outer, blocks, rows, _ in sorted(options):
-            if outer != 1 or rows:
-                continue  # parts that are fused themselves would interleave
-            part = self.division.split(axis, one[axis] // parts, outer, blocks)
-            whole = self.division.split(axis, one[axis], outer * parts, blocks)
+        one, side, other_side = (view.shape(0), "in", "out") if is_split else (view.result(), "out", "in")
+        # In the whole, the parts follow one another. Parts that are fused themselves would interleave.
+        listed = [(cut, parts) for cut in cuts.get((side, 0, axis), ())]
+        listed += [(cut, 1) for position in range(parts) for cut in cuts.get((other_side, position, axis), ())]
+        for blocks in sorted({blocks for (outer, blocks, rows, _), fused in listed if outer == fused and not rows}):
+            part = self.division.split(axis, one[axis] // parts, 1, blocks)
+            whole = self.division.split(axis, one[axis], parts, blocks)
             if part is None or whole is None:
                 continue
             if is_split:
@@ -340,11 +331,10 @@ class StrategyTable:
             return
         outputs = tuple(None if shape is None else PARTIAL for shape in view.outputs)
         whole = _lay_out(view.inputs)
-        count = len(view.inputs)
         if view.op in _LINEAR_IN_FIRST:
             yield NodeStrategy((PARTIAL, *whole[1:]), outputs)
         if view.op in _LINEAR_TOGETHER:
-            yield NodeStrategy((PARTIAL,) * count, outputs)
+            yield NodeStrategy((PARTIAL,) * len(view.inputs), outputs)
         if view.op in ("Mul", "Div") and _is_scale(view, 1):
             yield NodeStrategy((PARTIAL, REPLICATED), outputs)
         if view.op == "Mul" and _is_scale(view, 0):
@@ -367,9 +357,7 @@ def _list_cuts(view: NodeView, rule: AxisRule, sizes: _AxisSizes, cuts: CutsByAx
             if can_follow and (may_overlap or not rows) and (may_be_invalid or not valid):
                 options.add((outer // fused, blocks, rows, valid))
     if rule.units:
-        options = {
-            (outer, blocks, (), ()) for outer, blocks, _, _ in options if outer == 1 and rule.units % blocks == 0
-        }
+        options = {cut for cut in options if cut[0] == 1 and rule.units % cut[1] == 0}
     return sorted(options)
 
 

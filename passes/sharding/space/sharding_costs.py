@@ -323,12 +323,13 @@ class WorkCosts:
         if view is None or not strategy.is_split or strategy.overrides_shape:
             return None
         inputs, outputs = local_shapes(self.space.division, view, strategy, device)
-        whole, part = self._count(view, view.inputs, view.outputs), self._count(view, inputs, outputs)
+        whole, whole_weight_bytes = self._count(view, view.inputs, view.outputs)
+        part, part_weight_bytes = self._count(view, inputs, outputs)
         seconds = [self.peaks[device].seconds(view.node, self.space.facts.types, work) for work in (part, whole)]
         return _PartWork(
             operations_ratio=part[0] / whole[0] if whole[0] else 1.0,
-            part_weight_bytes=self._count_weights(view, inputs),
-            whole_weight_bytes=self._count_weights(view, view.inputs),
+            part_weight_bytes=part_weight_bytes,
+            whole_weight_bytes=whole_weight_bytes,
             roofline_ratio=seconds[0] / seconds[1],
         )
 
@@ -344,8 +345,10 @@ class WorkCosts:
         ratio = part_seconds / whole_seconds
         return _PartWork(operations_ratio=ratio, part_weight_bytes=0, whole_weight_bytes=0, roofline_ratio=ratio)
 
-    def _count(self, view: NodeView, inputs: Sequence[Shape | None], outputs: Sequence[Shape | None]) -> Work:
-        """Return operations, bytes and summed elements of a node on parts of these shapes."""
+    def _count(
+        self, view: NodeView, inputs: Sequence[Shape | None], outputs: Sequence[Shape | None]
+    ) -> tuple[Work, int]:
+        """Return the work of a node on parts of these shapes, and the bytes of weights among its inputs."""
         facts, node = self.space.facts, view.node
         shapes = {
             name: shape
@@ -354,22 +357,15 @@ class WorkCosts:
         }
         sizes = {name: packed_size(_numeric_type(facts, name), shape) for name, shape in shapes.items()}
         reads = tuple(dict.fromkeys(name for name in node.input if name))
-        return count_work(node, reads, shapes, sizes)
-
-    def _count_weights(self, view: NodeView, inputs: Sequence[Shape | None]) -> int:
-        """Return the bytes of the inputs that are weights."""
-        facts, node = self.space.facts, view.node
-        weights = {
-            name: shape for name, shape in zip(node.input, inputs) if name in facts.is_weight and shape is not None
-        }
-        return sum(packed_size(_numeric_type(facts, name), shape) for name, shape in weights.items())
+        weight_bytes = sum(size for name, size in sizes.items() if name in facts.is_weight)
+        return count_work(node, reads, shapes, sizes), weight_bytes
 
     def whole_seconds(self, index: int) -> float:
         """Return the seconds of a whole node on the first device, by the roofline; those of a kernel if unknown."""
         view = self.space.views[index]
         if view is None:
             return self.peaks[0].kernel_seconds
-        work = self._count(view, view.inputs, view.outputs)
+        work, _ = self._count(view, view.inputs, view.outputs)
         return self.peaks[0].seconds(view.node, self.space.facts.types, work)
 
     def table(self, device_seconds: Floats, costs: ExchangeCosts) -> list[list[float]]:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from onnx import NodeProto
 
 from onnxplace.errors import UsageError, format_value, suggest_nearest
+from onnxplace.graph.op_graph import number_densely
 from onnxplace.model.lineage import RANDOM_OPERATORS
 from onnxplace.model.nested_graphs import has_subgraphs, iterate_subgraphs
 from onnxplace.model.node_metadata import match_nodes, suggest_nodes
@@ -96,7 +97,7 @@ class _Spreader:
             [] if view is None else facts.list_other_shapes((*node.input, *node.output))
             for view, node in zip(self._views, nodes)
         ]
-        self._kinds = self._number_kinds()
+        self._kinds = number_densely(map(self._describe, range(len(nodes)))).tolist()
         self._cuts = {name: self._first_cuts(name) for name in facts.shapes}
         used = [(index, node) for index, node in enumerate(nodes) if self._views[index] is not None]
         self._users = group_pairs(
@@ -106,30 +107,26 @@ class _Spreader:
         self._given = [tuple(name in given for name in node.input) for node in nodes]
         self._cache: dict[object, Sequence[NodeStrategy]] = {}
 
-    def _number_kinds(self) -> list[int]:
+    def _describe(self, index: int) -> Hashable:
         # Nodes of one kind look alike to every rule: in operator, attributes, shapes, constants, and in which inputs
         # are weights. Layers that repeat then share their lists of strategies.
-        numbers: dict[object, int] = {}
-        kinds = []
-        for index, view in enumerate(self._views):
-            key: object = index
-            if view is not None:
-                node, fixed = view.node, self._facts.fixed
-                key = (
-                    node.domain,
-                    node.op_type,
-                    tuple(attribute.SerializeToString() for attribute in node.attribute),
-                    view.inputs,
-                    view.outputs,
-                    tuple((position, array.tobytes()) for position, array in view.constants.items()),
-                    view.element_types,
-                    view.entries,
-                    tuple((fixed.get(name), self._facts.can_split(name)) for name in (*node.input, *node.output)),
-                    tuple(name in self._facts.is_weight for name in node.input),
-                    str(self._other_shapes[index]),
-                )
-            kinds.append(numbers.setdefault(key, len(numbers)))
-        return kinds
+        view, fixed = self._views[index], self._facts.fixed
+        if view is None:
+            return index
+        node = view.node
+        return (
+            node.domain,
+            node.op_type,
+            tuple(attribute.SerializeToString() for attribute in node.attribute),
+            view.inputs,
+            view.outputs,
+            tuple((position, array.tobytes()) for position, array in view.constants.items()),
+            view.element_types,
+            view.entries,
+            tuple((fixed.get(name), self._facts.can_split(name)) for name in (*node.input, *node.output)),
+            tuple(name in self._facts.is_weight for name in node.input),
+            str(self._other_shapes[index]),
+        )
 
     def _first_cuts(self, name: str) -> _AxisCuts:
         cuts = []
@@ -187,9 +184,7 @@ class _Spreader:
             free[side, position] = tuple(
                 self._is_free(name, axis) for axis in range(len(self._facts.shapes.get(name, ())))
             )
-            for axis, options in enumerate(axes):
-                if options:
-                    by_axis[side, position, axis] = options
+            by_axis |= {(side, position, axis): options for axis, options in enumerate(axes)}
         # Inputs of the model and weights are there whole, never as summands of several devices.
         given = self._given[index]
         whole, *rest = (
@@ -249,7 +244,6 @@ def restrict_space(space: StrategySpace, shard_map: str) -> StrategySpace:
         decided.update(free)
         if not positions:
             unmatched.append(pattern)
-            continue
         matching = {index: _filter(space, index, kind) for index in free}
         if free and not any(matching.values()):
             _raise_impossible(space, free, pattern, kind)

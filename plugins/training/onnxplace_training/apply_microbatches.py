@@ -228,7 +228,7 @@ def _replica_speeds(state: State, count: int, replicas: int) -> list[float]:
 def _keep_original(state: State, fixed: Model, space: StrategySpace, sharded: ShardedModel) -> Original:
     """Return the undivided model as the reference of the bundle."""
     model = replace(fixed, states=MappingProxyType({}))
-    joined = build_whole_model(model, sharded, space.division, from_parts=True)
+    joined = build_whole_model(model, sharded, space, from_parts=True)
     return Original(model=fixed, profile=state[Profile], joined_model=replace(joined, states=fixed.states))
 
 

@@ -12,7 +12,6 @@ from onnx import parser
 
 from onnxplace.passes.sharding.choose import layout_choice
 from onnxplace.passes.sharding.choose.elimination import Solution
-from onnxplace.passes.sharding.choose.factor_solver import FactorSolution
 from onnxplace.passes.sharding.choose.layout_choice import ChoiceProblem, count_weight_bytes, is_sharded
 from onnxplace.passes.sharding.rules.layouts import REPLICATED, Layout
 from onnxplace.passes.sharding.space.node_strategies import NodeStrategy
@@ -123,7 +122,7 @@ def test_what_elimination_does_not_prove_is_searched(monkeypatch: pytest.MonkeyP
 def test_whole_nodes_are_chosen_where_the_search_finds_worse(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = make_problem(make_space(parser.parse_model(FAN), {}))
     monkeypatch.setattr(layout_choice, "minimise", fail)
-    nothing = FactorSolution([], math.inf, 0.0, fits=False)
+    nothing = Solution([], math.inf, 0.0, fits=False)
     monkeypatch.setattr(layout_choice, "solve", lambda problem, **options: nothing)
     choice = problem.solve()
     assert choice is not None

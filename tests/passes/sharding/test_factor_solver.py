@@ -58,7 +58,7 @@ def test_a_small_problem_without_a_limit_is_solved_exactly(seed: int) -> None:
     solution = solve(problem, seconds=10)
     assert solution.fits
     if optimum < math.inf:
-        assert solution.cost == solution.bound == optimum == evaluate(problem.factors, solution.values)
+        assert solution.cost == solution.lower_bound == optimum == evaluate(problem.factors, solution.values)
 
 
 @settings(max_examples=15, deadline=None)
@@ -67,7 +67,7 @@ def test_a_bound_holds_and_an_assignment_that_fits_keeps_the_limit(seed: int) ->
     problem = random_problem(seed, is_limited=True)
     optimum = enumerate_optimum(problem)
     solution = solve(problem, seconds=10)
-    assert solution.bound <= optimum + 1e-6
+    assert solution.lower_bound <= optimum + 1e-6
     if solution.fits and solution.cost < math.inf:
         assert solution.cost == evaluate(problem.factors, solution.values) >= optimum
         assert peak_bytes(problem, solution.values) <= problem.limit
@@ -85,7 +85,7 @@ def test_memory_at_one_time_makes_a_dearer_choice_necessary() -> None:
     assert solution.fits
     assert solution.cost == 1
     assert solution.values[2] == 0
-    assert solution.bound <= 1 + 1e-9
+    assert solution.lower_bound <= 1 + 1e-9
 
 
 def test_variables_that_correspond_one_to_one_become_one() -> None:
@@ -136,7 +136,7 @@ def test_a_graph_too_wide_for_elimination_gets_the_cost_of_elimination() -> None
     optimum = solve(problem, seconds=10).cost
     searched = solve(problem, seconds=10, max_entries=64)
     assert searched.cost == optimum
-    assert searched.bound <= optimum
+    assert searched.lower_bound <= optimum
 
 
 def test_the_search_repeats_itself() -> None:

@@ -51,7 +51,7 @@ def test_what_fits_is_near_the_least_cost_and_above_its_bound() -> None:
             continue
         least = min(evaluate(problem.factors, values) for values in fitting)
         found.append(solution.fits)
-        assert solution.bound <= least + 1e-6
+        assert solution.lower_bound <= least + 1e-6
         if solution.fits:
             assert count_peak(problem, solution.values) <= problem.limit
             assert solution.cost == pytest.approx(evaluate(problem.factors, solution.values))
