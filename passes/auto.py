@@ -36,8 +36,8 @@ class Auto(Pass):
     eager: bool = False
     """Search in rounds; end after one that comes within 2 % of the lower bound or gains less than 0.5 %.
 
-    And end as soon as the step exceeds the bound by no more than the standard error of measured costs, at most 5 %. Do not
-    begin where one device takes at most 3 % and the call of a segment longer than the bound."""
+    And end as soon as the step exceeds the bound by no more than the standard error of measured costs, at most 5 %.
+    Do not begin where one device takes at most 3 % and the call of a segment longer than the bound."""
 
     def run(self, state: State) -> State:
         problem = placement_problem(state)

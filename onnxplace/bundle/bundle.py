@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -183,10 +184,6 @@ class Bundle:
                 answers.put(True)
             answers.put(False)
 
-        # A `threading.Thread` would make the main thread wait for another one, too.
-        _thread.start_new_thread(hash_larger, ()) if larger else hash_larger()
-        answers.get()  # the thread has the interpreter, until it hashes
-
         def require_hashed() -> None:
             if not answers.get() or bundle._read_states(larger) != states:
                 Bundle.open(path)
@@ -194,7 +191,12 @@ class Bundle:
                 raise BundleError("N002", message, where=str(path), hint="open it when no program writes to it")
 
         try:
-            bundle._check("tiny")
+            try:
+                bundle._check("tiny")
+            finally:  # not before: both would wait for the interpreter
+                # A `threading.Thread` would make the main thread wait for another one, too.
+                _thread.start_new_thread(hash_larger, ()) if larger else hash_larger()
+                answers.get()  # the thread has the interpreter, until it hashes
             yield bundle
         except Exception:  # no interrupts, which do not wait
             require_hashed()
@@ -256,12 +258,15 @@ class Bundle:
 
     def _resolve_inside(self, folder: Path, name: str, folder_text: str) -> Path:
         # By os.path: methods of Path take three times as long, a quarter of the time to open many small segments.
-        unsafe = "\0" in name or os.path.isabs(name) or ".." in name.replace(os.sep, "/").split("/")
-        inside = os.path.join(folder, "")
-        if unsafe or not os.path.join(os.path.realpath(inside + name), "").startswith(inside):
+        parts, inside = name.replace(os.sep, "/").split("/"), os.path.join(folder, "")
+        unsafe = "\0" in name or os.path.isabs(name) or ".." in parts
+        # Where nothing below the folder is a link, nothing leads outside; Windows has other links, too.
+        paths = accumulate(parts[1:], "{}/{}".format, initial=inside + parts[0])
+        has_links = os.name != "posix" or any(map(os.path.islink, paths))
+        if unsafe or (has_links and not os.path.join(os.path.realpath(inside + name), "").startswith(inside)):
             message, where = f"it names a file outside {folder_text}: {name!r}", str(self.path / MANIFEST_FILE)
             raise BundleError("N002", message, where=where, hint=UNTRUSTED_HINT)
-        return (self.path if folder == self._root else folder) / name
+        return (self.path if folder is self._root else folder) / name
 
     @cached_property
     def _root(self) -> Path:
@@ -438,10 +443,10 @@ def _parse_manifest(path: Path, file: Path) -> Any:
 
 def _check_file(file: Path, record: FileRecord, check: HashedFiles) -> None:
     """Raise BundleError unless a file has the recorded size and, if `check` demands it, the recorded hash."""
-    if not file.is_file():
+    if not os.path.isfile(file):
         reason = "expected a regular file of the bundle" if file.exists() else "this file of the bundle is missing"
         raise BundleError("N002", reason, where=str(file), hint=DAMAGED_HINT)
-    size = file.stat().st_size
+    size = os.path.getsize(file)
     if size != record.bytes:
         message = f"expected {record.bytes} bytes, as the manifest says, got {size}"
         hint = "it was altered or truncated; compile the model again"

@@ -65,12 +65,12 @@ def divide_cores(count: int) -> list[int]:
 
 def find_node(core: int) -> int:
     """Return the number of the node of memory that is near a core; 0 where the system does not say."""
-    return _read_node(CORES_FOLDER / f"cpu{core}")
+    return _read_node(CORES_FOLDER, core)
 
 
 @cache  # it never changes, and listing it for many cores takes as long as opening a small bundle
-def _read_node(folder: Path) -> int:
-    return min((int(path.name.removeprefix("node")) for path in folder.glob("node[0-9]*")), default=0)
+def _read_node(folder: Path, core: int) -> int:
+    return min((int(path.name.removeprefix("node")) for path in folder.glob(f"cpu{core}/node[0-9]*")), default=0)
 
 
 def assign_cores(sizes: Sequence[int]) -> list[tuple[int, ...]]:
@@ -298,7 +298,7 @@ def find_device_problem(device: Device) -> str | None:
     if device.host:
         return f"it is a device of host {device.host}, and this runtime uses devices of this machine only"
     # One that is isolated for its cores only may be tried here, where it was tried before.
-    if not is_isolated(replace(device.address, cores=0)) or device.is_host:
+    if device.is_host or not is_isolated(replace(device.address, cores=0)):
         return _find_problem(device.address)
     return run_in_child(_find_problem, device.address, "the search for it", device.id)
 

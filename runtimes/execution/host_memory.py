@@ -31,8 +31,8 @@ from onnxplace.utils.ort import import_onnxruntime
 # peaks, instead of the memory needed at a time.
 
 # Freed memory is returned after sessions with this many bytes of weights: it takes about 8 ms of CPU, and smaller
-# sessions free little.
-MIN_TRIMMED_BYTES = 1 << 20
+# sessions free little. The next ones take that without new pages, which are a seventh of opening a small bundle.
+MIN_TRIMMED_BYTES = 8 << 20
 
 
 # Of the threads that open sessions, one registers it.

@@ -82,7 +82,7 @@ class WeightFiles:
 
     def __init__(self, bundle: Bundle, devices: Iterable[DeviceAddress]) -> None:
         self.bundle, manifest, name = bundle, bundle.manifest, f"{SEGMENTS_FOLDER}/{WEIGHTS_FILE}"
-        records = {bundle.file(file): record for file, record in manifest.files.items() if file == name}
+        records = {bundle.file(name): manifest.files[name]} if name in manifest.files else {}
         records |= {bundle.linked_file(link): record for link, record in manifest.linked.items()}
         self._are_read_elsewhere = bool(manifest.streams) or any(map(is_isolated, devices))
         self._files = {

@@ -14,6 +14,7 @@ from onnx import TensorProto, helper
 
 import onnxplace
 from onnxplace.bundle.bundle_simulation import simulate_manifest
+from onnxplace.runtimes.execution import segments as segments_module
 from onnxplace.runtimes.onnxruntime import OnnxRuntime
 from onnxplace.runtimes.simulated import Simulated
 from onnxplace.testing.runtime_contract import check_runtime
@@ -110,6 +111,21 @@ def test_a_deleted_session_ends_its_threads(bundle):
     for thread in workers_of_session:  # the session did not wait for them
         thread.join(120)
     assert workers() == before
+
+
+@pytest.mark.parametrize("limit", ["MAX_QUICK_NODES", "MAX_QUICK_BYTES"])
+def test_only_larger_segments_are_opened_in_threads(bundle, monkeypatch, limit):
+    calls, open_in_threads = [], segments_module.open_in_threads
+    monkeypatch.setattr(
+        segments_module, "open_in_threads", lambda jobs: calls.append(len(jobs)) or open_in_threads(jobs)
+    )
+    feeds, outputs = make_feeds(bundle, 0), []
+    for expected in ([], [2]):
+        with onnxplace.InferenceSession(bundle) as session:
+            outputs.append(session.run(None, feeds))
+        assert calls == expected
+        monkeypatch.setattr(segments_module, limit, 0)
+    np.testing.assert_array_equal(*[item[0] for item in outputs])
 
 
 def test_outputs_can_be_chosen_and_unknown_ones_are_refused(bundle):
