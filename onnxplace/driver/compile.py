@@ -24,7 +24,7 @@ from onnxplace.driver.choose import (
 from onnxplace.driver.settings import CompileSettings, choose_output, choose_pipeline, choose_streaming, choose_target
 from onnxplace.driver.sources import ModelSource, SizedModel, bind_source, open_source, require_one_size
 from onnxplace.driver.step_parts import suggest_fixed_sizes
-from onnxplace.driver.trials import Compiled, finish_bundle
+from onnxplace.driver.trials import Compiled, are_measured, finish_bundle
 from onnxplace.errors import Diagnostic, InfeasibleError, ModelError, UsageError
 from onnxplace.facts import Placement, Profile, Routes, Streaming
 from onnxplace.machine import measurement_cache
@@ -211,8 +211,9 @@ def _build(profiled: Profiled, staging: Staging, settings: CompileSettings) -> C
 
 def _may_compare_sizes(state: State) -> bool:
     """Return whether a trial is likely to compare a bundle with the unsplit model at another size, in a child."""
-    weights, seconds = int(state[Profile].graph.weight_bytes.sum()), state[Profile].whole_seconds
-    return bool(state[Model].dimensions) and not takes_long(weights, min(seconds.values(), default=math.inf))
+    profile, seconds = state[Profile], min(state[Profile].whole_seconds.values(), default=math.inf)
+    is_tried = bool(state[Model].dimensions) and are_measured(profile, profile.seconds)
+    return is_tried and not takes_long(int(profile.graph.weight_bytes.sum()), seconds)
 
 
 def _profile(profiled: Profiled, settings: CompileSettings) -> Profiled:

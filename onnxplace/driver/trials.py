@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -422,6 +422,12 @@ def _name_result(note: Diagnostic, staging: Staging) -> Diagnostic:
     return replace(note, message=message, where=where, hint=hint)
 
 
+def are_measured(profile: Profile, cost_classes: Iterable[str]) -> bool:
+    """Return whether all costs of these classes of devices were measured, or are known to be nothing."""
+    known, sources = (Source.MEASURED, Source.KNOWN), profile.sources
+    return all(kind in sources and bool(np.isin(sources[kind], known).all()) for kind in cost_classes)
+
+
 def _find_unmeasured_costs(state: State) -> list[Diagnostic] | None:
     """Return None if all costs were measured on such devices, else notes.
 
@@ -429,7 +435,7 @@ def _find_unmeasured_costs(state: State) -> list[Diagnostic] | None:
     """
     used = {state.target.devices[index].cost_class for index in set(state[Placement].device.tolist())}
     sources = state[Profile].sources
-    if all(kind in sources and np.isin(sources[kind], (Source.MEASURED, Source.KNOWN)).all() for kind in used):
+    if are_measured(state[Profile], used):
         return None
     if not any((sources[kind] == Source.GIVEN).any() for kind in used if kind in sources):
         return []

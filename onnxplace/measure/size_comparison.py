@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -222,9 +222,17 @@ _early: ContextVar[DeviceProcess | None] = ContextVar("early", default=None)
 def start_early(stack: ExitStack) -> None:
     """Start the child for the next comparison, which need not wait for its imports then; it ends with the stack."""
     process = _make_process()
-    process.start()
     stack.callback(process.drop, 0)
-    stack.callback(_early.reset, _early.set(process))
+    with suppress(OSError):  # there may be no need for it; the comparison that needs it says what is wrong
+        process.start()
+        stack.callback(_early.reset, _early.set(process))
+
+
+def await_early() -> None:
+    """Wait until the child that starts, if one does, has imported what it needs: it takes no time of what follows."""
+    if process := _early.get():
+        with suppress(ExecutionError):  # it has died; the comparison starts another one
+            process.call("", _close, 0)
 
 
 def _make_process() -> DeviceProcess:

@@ -49,7 +49,7 @@ from onnxplace.machine.repeated_runs import (
 from onnxplace.measure.cached_trials import RequestCount, Seconds, Share, measure_once
 from onnxplace.measure.compare import find_bundle_lineages, open_reference, settle
 from onnxplace.measure.host_nodes import find_core_shortage
-from onnxplace.measure.size_comparison import compare_at_another_size
+from onnxplace.measure.size_comparison import await_early, compare_at_another_size
 from onnxplace.measure.step_inputs import RepeatedStep
 from onnxplace.pipeline.registry import create_runtime
 from onnxplace.runtime.interface import Event, Result, Runtime, RuntimeSession
@@ -211,6 +211,7 @@ def run_trials(
             jobs = [partial(used.open, cores, bundles[0], feeds, create) for cores, create in plain.items()]
             plain_sessions = dict(zip(plain, open_in_threads(jobs)))
             plain_ones = [plain_sessions[cores] for cores in references]
+            await_early()
             _take_turns(tried, plain_ones, policy)
         times = [_compare_plain(session, *plain_ones) if plain_ones else None for session in tried]
         notes = [compare_at_another_size(bundle) if is_local and compares else () for bundle in bundles]

@@ -1,5 +1,8 @@
 """The child that compares another size starts beside the search for a placement."""
 
+import errno
+import subprocess
+
 import numpy as np
 import pytest
 from onnx import parser
@@ -7,7 +10,7 @@ from onnx import parser
 import onnxplace
 from onnxplace.driver import compile as compiling
 from onnxplace.machine.isolated_sessions import DeviceProcess
-from onnxplace.measure import size_comparison
+from onnxplace.measure import size_comparison, trial
 
 pytestmark = [pytest.mark.usefixtures("no_gpus"), pytest.mark.child_comparisons]
 
@@ -52,17 +55,53 @@ def test_one_child_starts_before_the_search_and_compares(starts, monkeypatch):
     np.testing.assert_allclose(onnxplace.InferenceSession(bundle.path).run(None, {"x": x})[0], 4 * x)
 
 
-@pytest.mark.parametrize(
-    ("rows", "options"),
-    [("4", {}), ("rows", {"trial": False})],
-    ids=["fixed sizes", "no trial"],
-)
-def test_no_child_starts_where_nothing_is_compared(starts, rows, options):
-    if rows == "4":
-        onnxplace.compile(make_model(rows), "b", devices="cpu:0,cpu:1", cache=False, **options)
-    else:
-        compile_model(make_model(rows), **options)
+def test_no_child_starts_where_nothing_is_compared(starts):
+    onnxplace.compile(make_model("4"), "fixed", devices="cpu:0,cpu:1", cache=False)
+    compile_model(make_model(), trial=False, save_costs="costs.csv")
+    compile_model(make_model(), costs="costs.csv", force=True)  # costs that are given are not tried
     assert not starts
+
+
+def test_the_child_has_started_before_anything_is_timed(starts, monkeypatch):
+    answered, timed, call, take_turns = [], [], DeviceProcess.call, trial._take_turns
+
+    def answer(process, *args):
+        result = call(process, *args)
+        answered.append(process)
+        return result
+
+    monkeypatch.setattr(DeviceProcess, "call", answer)
+    monkeypatch.setattr(trial, "_take_turns", lambda *args: timed.append(answered[:]) or take_turns(*args))
+    compile_model(make_model())
+    assert timed == [starts]
+
+
+def test_a_child_that_cannot_start_early_starts_where_it_is_needed(starts, monkeypatch):
+    failures, popen = [], subprocess.Popen
+
+    def fail_once(*args, **kwargs):
+        if not failures:
+            failures.append(args)
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return popen(*args, **kwargs)
+
+    monkeypatch.setattr(subprocess, "Popen", fail_once)
+    compile_model(make_model())
+    assert failures
+    assert len(starts) == 2
+    assert all(process.ended.is_set() for process in starts)
+
+
+def test_a_child_that_died_early_is_started_again(starts, monkeypatch):
+    decide = compiling.decide_or_recompute
+
+    def kill_first(*args):
+        starts[0]._child.kill()
+        return decide(*args)
+
+    monkeypatch.setattr(compiling, "decide_or_recompute", kill_first)
+    compile_model(make_model())
+    assert len(starts) == 2
 
 
 def test_the_child_ends_with_a_search_that_fails(starts, monkeypatch):

@@ -181,8 +181,11 @@ def search_and_commit(
         spent = time.perf_counter() - start_time
         remaining = replace(budget, seconds=max(budget.seconds - spent, budget.seconds / 2))
         fitting = [candidate for candidate in candidates.values() if candidate]
-        with suppress(LookupError):
+        try:
             exploration = _explore_in_rounds(problem, fitting, remaining, seed, candidates.get(promising))
+        except LookupError:
+            pass
+        else:
             moves = f"{exploration.proposals} moves{budget}"
             before = candidates.get(exploration.best.name)
             improved = before is not None and exploration.best.seconds < before.seconds

@@ -66,7 +66,7 @@ def shard_weight(
     is_external = tensor.data_location == TensorProto.EXTERNAL
     is_packed = TensorProto.DataType.Name(tensor.data_type) in _PACKED_TYPES
     if is_external and not is_packed:
-        if rows != 1 or len(ranges) > 1:
+        if rows != 1 or len(ranges) != 1:
             return make_tensor_part(tensor, name, axis, ranges)
         # Along the first axis, one range is contiguous in the file, which may be absent: nothing is read.
         location = next(entry.value for entry in tensor.external_data if entry.key == "location")

@@ -113,8 +113,8 @@ def describe(model):
 
 
 def test_readiness_names_the_death_until_the_model_is_open_again(server, monkeypatch):
-    may_start, start = threading.Event(), DeviceProcess._start
-    monkeypatch.setattr(DeviceProcess, "_start", lambda process: may_start.wait(HUNG_SECONDS) and start(process))
+    may_start, start = threading.Event(), DeviceProcess.start
+    monkeypatch.setattr(DeviceProcess, "start", lambda process: may_start.wait(HUNG_SECONDS) and start(process))
     assert call(server, "GET", "/v2/health/ready")[0] == 200
     kill(server.models["e"].session)
     wait_until(lambda: call(server, "GET", "/v2/health/ready")[0] == 503)

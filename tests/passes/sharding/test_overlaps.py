@@ -220,7 +220,7 @@ def test_weights_and_specifications_of_parts_that_overlap_stay_whole() -> None:
     sharded = write_sharded_model(space, choice, make_costs(2))
     parts = [tuple(tensor.dims) for name, tensor in sharded.model.initializers.items() if "shift" in name]
     assert parts == [(1, 1, 9, 1)] * 2
-    whole = build_whole_model(model, sharded, space.division, from_parts=True)
+    whole = build_whole_model(model, sharded, space, from_parts=True)
     assert "shift" in whole.initializers
     annotated = annotate_model(model, space, choice.strategies, ["cpu:0", "cpu:1"], {})
     (entry,) = annotated.nodes[0].device_configurations

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from onnxplace.cost_graph.part_functions import GENERATORS
-from onnxplace.errors import InfeasibleError
+from onnxplace.errors import BrokenPassError, InfeasibleError
 from onnxplace.facts import Groups, Placement, Profile, Quality, Schedule
 from onnxplace.passes.placement.search import placement_search, portfolio
 from onnxplace.passes.placement.search.anneal_kernels import (
@@ -420,6 +420,15 @@ def test_an_eager_search_does_not_begin_where_one_device_is_near_the_bound(monke
     assert "cpu:0" in message
     monkeypatch.undo()
     assert "moves" in run_pass(make_pass("auto", FEW_PROPOSALS), state).diagnostics[-1].message
+
+
+def test_a_defect_behind_the_search_is_not_hidden(monkeypatch):
+    def fail(*_):
+        raise KeyError("defect")
+
+    monkeypatch.setattr(portfolio, "_simulate_if_fitting", fail)
+    with pytest.raises(BrokenPassError, match="KeyError"):
+        run_pass(make_pass("auto", FEW_PROPOSALS), GENERATORS["layered"](20, 0).state())
 
 
 def measured(state, runs, spread):
