@@ -22,6 +22,7 @@ from onnxplace.bundle.split_states import SplitStates
 from onnxplace.feeds.feeds import Array
 from onnxplace.machine.repeated_runs import Stopwatch, read_run_delays
 from onnxplace.measure.cached_trials import RequestCount, Seconds, Share, measure_once
+from onnxplace.measure.size_comparison import await_early
 from onnxplace.measure.trial import measure_segment_seconds
 from onnxplace.pipeline.registry import create_runtime
 from onnxplace.runtime.interface import Event, Result
@@ -81,6 +82,7 @@ def run_rate_trials(
                 session = stack.enter_context(runtime.open(bundle, trace=True))
                 start = partial(session.submit, SplitStates(bundle.manifest).cut_feeds(feeds))
                 streams.append(RequestStream(start, in_flight))
+            await_early()
             return tuple(_summarise(turns, in_flight) for turns in run_rounds(streams))
 
     return measure_once(RateTrial, ["rounds", str(in_flight)], bundles, feeds, cached, True, measure)
