@@ -47,8 +47,6 @@ from onnxplace.utils.quantities import format_milliseconds
 from onnxplace.utils.threads import call_guarded
 
 MAX_PATTERN_BYTES = 4 << 20
-# Threads take longer than to open sessions of so few nodes to optimise, and weights to pack, one after the other.
-MAX_QUICK_NODES, MAX_QUICK_BYTES = 64, 8 << 20
 
 
 class PlacedDevice:
@@ -336,7 +334,7 @@ class OpenRoute:
 def open_routes(bundle: Bundle, devices: Mapping[str, PlacedDevice]) -> list[OpenRoute]:
     """Open the segments of all routes that run on some devices, each once on each of these, or on several at once.
 
-    CPU devices, of which each has its own cores, do so at the same time, unless that takes longer.
+    CPU devices, of which each has its own cores, do so at the same time.
 
     Raises the errors of `open_segment`.
     """
@@ -358,12 +356,8 @@ def open_routes(bundle: Bundle, devices: Mapping[str, PlacedDevice]) -> list[Ope
 
     at_once = [device for device in queues if device.kind.is_host and type(device.memory) is HostMemory]
     parts = [open_queue(device) for device in queues if device not in at_once]  # other providers
-    jobs = [partial(open_queue, device) for device in at_once]
-    records = [needed[key][0] for device in at_once for key in queues[device]]
-    # In optimised models, few nodes are left to change.
-    has_few_nodes = sum(record.nodes for record in records if not record.optimised) <= MAX_QUICK_NODES
-    is_quick = has_few_nodes and sum(record.weights_bytes for record in records) <= MAX_QUICK_BYTES
-    parts += [job() for job in jobs] if is_quick else open_in_threads(jobs)
+    # Not in this thread, however small they are: it would stay on the cores of the last one, whose worker needs them.
+    parts += open_in_threads([partial(open_queue, device) for device in at_once])
     opened = {key: segment for part in parts for key, segment in part.items()}
     usable = list[OpenRoute]()
     for index, route in enumerate(routes):

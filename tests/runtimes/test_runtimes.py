@@ -14,7 +14,6 @@ from onnx import TensorProto, helper
 
 import onnxplace
 from onnxplace.bundle.bundle_simulation import simulate_manifest
-from onnxplace.runtimes.execution import segments as segments_module
 from onnxplace.runtimes.onnxruntime import OnnxRuntime
 from onnxplace.runtimes.simulated import Simulated
 from onnxplace.testing.runtime_contract import check_runtime
@@ -113,19 +112,16 @@ def test_a_deleted_session_ends_its_threads(bundle):
     assert workers() == before
 
 
-@pytest.mark.parametrize("limit", ["MAX_QUICK_NODES", "MAX_QUICK_BYTES"])
-def test_only_larger_segments_are_opened_in_threads(bundle, monkeypatch, limit):
-    calls, open_in_threads = [], segments_module.open_in_threads
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads cannot be pinned")
+def test_opening_leaves_the_callers_thread_where_it_is(bundle, monkeypatch):
+    """On the core of a device that was opened last, it would wait for the worker of that device, and that for it."""
+    pinned, set_affinity = [], os.sched_setaffinity
     monkeypatch.setattr(
-        segments_module, "open_in_threads", lambda jobs: calls.append(len(jobs)) or open_in_threads(jobs)
+        os, "sched_setaffinity", lambda *args: pinned.append(threading.get_ident()) or set_affinity(*args)
     )
-    feeds, outputs = make_feeds(bundle, 0), []
-    for expected in ([], [2]):
-        with onnxplace.InferenceSession(bundle) as session:
-            outputs.append(session.run(None, feeds))
-        assert calls == expected
-        monkeypatch.setattr(segments_module, limit, 0)
-    np.testing.assert_array_equal(*[item[0] for item in outputs])
+    with onnxplace.InferenceSession(bundle):
+        assert pinned
+        assert threading.get_ident() not in pinned
 
 
 def test_outputs_can_be_chosen_and_unknown_ones_are_refused(bundle):
