@@ -184,6 +184,10 @@ class Bundle:
                 answers.put(True)
             answers.put(False)
 
+        # A `threading.Thread` would make the main thread wait for another one, too.
+        _thread.start_new_thread(hash_larger, ()) if larger else hash_larger()
+        answers.get()  # the thread has the interpreter, until it hashes
+
         def require_hashed() -> None:
             if not answers.get() or bundle._read_states(larger) != states:
                 Bundle.open(path)
@@ -191,12 +195,7 @@ class Bundle:
                 raise BundleError("N002", message, where=str(path), hint="open it when no program writes to it")
 
         try:
-            try:
-                bundle._check("tiny")
-            finally:  # not before: both would wait for the interpreter
-                # A `threading.Thread` would make the main thread wait for another one, too.
-                _thread.start_new_thread(hash_larger, ()) if larger else hash_larger()
-                answers.get()  # the thread has the interpreter, until it hashes
+            bundle._check("tiny")
             yield bundle
         except Exception:  # no interrupts, which do not wait
             require_hashed()
