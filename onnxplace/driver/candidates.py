@@ -384,8 +384,3 @@ def list_ways_through(groups: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
 def place_on_one_device(profiled: Profiled) -> Strategy:
     """Return the strategy with all nodes on the best single device."""
     return Strategy("one device", "one device", profiled.replace_placer(create_pass("single")))
-
-
-def rank_texts(texts: Sequence[str], limit: int) -> list[str]:
-    """Return the first texts, and how many more there are."""
-    return [*texts[:limit], *([f"{len(texts) - limit} more"] if len(texts) > limit else [])]

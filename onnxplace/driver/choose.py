@@ -30,7 +30,6 @@ from onnxplace.driver.candidates import (
     place_on_one_device,
     predict,
     predict_all,
-    rank_texts,
     set_options,
 )
 from onnxplace.errors import Diagnostic, Figure, InfeasibleError, format_names
@@ -54,7 +53,7 @@ from onnxplace.target.device_kinds import ISOLATE
 from onnxplace.target.target import Target
 from onnxplace.utils.groups import group_pairs
 from onnxplace.utils.jit import budget_clock
-from onnxplace.utils.quantities import format_bytes, format_milliseconds, format_time
+from onnxplace.utils.quantities import format_bytes, format_milliseconds, format_time, list_first
 
 Comparison = Literal["none", "one device", "steps", "requests in flight"]
 """What runs in a trial: only the bundle itself; one device too, where it should be faster; or all candidates, one step
@@ -255,7 +254,7 @@ def _weigh_step(item: Candidate) -> float:
 def _compare_sets(fitting: Sequence[Candidate], kept: Candidate) -> Diagnostic:
     """Return the note about sets of devices that share processors."""
     ranked = sorted(fitting, key=lambda item: item.step_seconds)
-    texts = rank_texts([f"{item.name}: {format_milliseconds(item.step_seconds)}" for item in ranked], 2 * MAX_TRIED)
+    texts = list_first([f"{item.name}: {format_milliseconds(item.step_seconds)}" for item in ranked], 2 * MAX_TRIED)
     figures = tuple(Figure(item.name, item.step_seconds) for item in ranked)
     message = f"predicted steps: {'; '.join(texts)}: kept {kept.name}"
     return Diagnostic("P062", message, figures=figures)
@@ -577,7 +576,7 @@ def _describe_rates(
 ) -> list[Diagnostic]:
     """Return the notes about what was considered, and about carried states."""
     ranked = sorted(fitting, key=lambda item: item.interval_seconds)
-    texts = rank_texts([f"{item.name}: {format_rate(item.interval_seconds)}" for item in ranked], MAX_LISTED_STRATEGIES)
+    texts = list_first([f"{item.name}: {format_rate(item.interval_seconds)}" for item in ranked], MAX_LISTED_STRATEGIES)
     message = f"requests per second by prediction: {'; '.join(texts)}"
     figures = tuple(Figure(item.name, item.interval_seconds) for item in ranked)
     notes = [Diagnostic("P043", message, where="throughput", figures=figures)]

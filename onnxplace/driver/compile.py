@@ -204,8 +204,10 @@ def _build(profiled: Profiled, staging: Staging, settings: CompileSettings) -> C
         if settings.strict:
             require_all_devices_used(unused)
         spare = _report_spare_ways(settings.shard_ways, profiled.state.target)
-        suggestions = settings.compares_sharding and [*_suggest_objective(kept.state), *suggest_fixed_sizes(kept)]
-        kept = kept.with_notes(*unused, *spare, *(suggestions or ())).write(staging.folder, settings.observer)
+        kept = kept.with_notes(*unused, *spare)
+        if settings.compares_sharding:
+            kept = kept.with_notes(*_suggest_objective(kept.state), *suggest_fixed_sizes(kept))
+        kept = kept.write(staging.folder, settings.observer)
         return finish_bundle((kept, *others), _choose_comparison(settings, objective, kept), staging, settings)
 
 

@@ -20,7 +20,6 @@ from onnxplace.driver.candidates import (
     predict,
     predict_all,
     predict_elsewhere,
-    rank_texts,
 )
 from onnxplace.driver.choose import (
     StreamPoint,
@@ -51,7 +50,7 @@ from onnxplace.model.state_binding import StateRequest
 from onnxplace.pipeline.pipeline import Observer, Pipeline, make_pass
 from onnxplace.state import Pass, State
 from onnxplace.target.target import Target
-from onnxplace.utils.quantities import format_milliseconds, format_object, format_time
+from onnxplace.utils.quantities import format_milliseconds, format_object, format_time, list_first
 
 # How long each placement of stages is searched.
 STAGES_SECONDS: Mapping[Effort, float] = {"low": 0.2, "default": 2, "high": 10}
@@ -327,7 +326,7 @@ def _list_plans(results: Sequence[Sequence[Result]], profiled: Sequence[Profiled
 def _describe_request(model: Model) -> str:
     """Return the sizes of symbolic dimensions, or else the shapes of inputs."""
     shapes = {name: list(shape) for name, shape in model.input_shapes().items()}
-    texts = rank_texts([f"{name}={size}" for name, size in (model.dimensions or shapes).items()], 3)
+    texts = list_first([f"{name}={size}" for name, size in (model.dimensions or shapes).items()], 3)
     return f"a batch of {model.dimensions['batch']}" if [*model.dimensions] == ["batch"] else f"of {', '.join(texts)}"
 
 

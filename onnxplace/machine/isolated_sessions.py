@@ -189,7 +189,7 @@ class DeviceProcess:
         self._reason = ""
 
     def start(self) -> None:
-        """Start it before the first call, with the sessions that it had before it died."""
+        """Start it, with the sessions that it had before it died; else the next call does."""
         recipes = [(number, *recipe) for number, recipe in list(self.sessions.items()) if recipe]
         for _, arguments, files in recipes:
             if files != _list_file_states(arguments[0]):

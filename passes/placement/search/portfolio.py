@@ -169,8 +169,8 @@ def search_and_commit(
     space, moves = SearchSpace(problem), ""
     # 1. Score the plans as the search does; those that do not fit drop out.
     candidates = {plan.name: evaluate_candidate(space, plan.name, plan.device, plan.order) for plan in plans}
-    simulated = list[SimulatedPlan]()
-    if not (budget.eager and _is_one_device_enough(problem, candidates)):
+    simulated, goal = list[SimulatedPlan](), _goal_seconds(problem)
+    if not (budget.eager and _is_one_device_enough(problem, candidates, goal)):
         start_time = time.perf_counter()
         # 2. Blocks in series. They leave memory out, so they are tried only where one device can hold everything.
         if any(candidates.get(device.id) for device in problem.target.devices):
@@ -182,7 +182,7 @@ def search_and_commit(
         remaining = replace(budget, seconds=max(budget.seconds - spent, budget.seconds / 2))
         fitting = [candidate for candidate in candidates.values() if candidate]
         try:
-            exploration = _explore_in_rounds(problem, fitting, remaining, seed, candidates.get(promising))
+            exploration = _explore_in_rounds(problem, fitting, remaining, seed, goal, candidates.get(promising))
         except LookupError:
             pass
         else:
@@ -201,19 +201,23 @@ def search_and_commit(
     return after.with_notes(_describe_result(best, simulated, moves, after[Schedule].lower_bound_seconds, placer))
 
 
-def _is_one_device_enough(problem: PlacementProblem, candidates: Mapping[str, Candidate | None]) -> bool:
+def _is_one_device_enough(problem: PlacementProblem, candidates: Mapping[str, Candidate | None], goal: float) -> bool:
     """Return whether one device takes little longer than the lower bound and what the second segment's call takes."""
     alone = [item.seconds for item in candidates.values() if item and (item.device == item.device[:1]).all()]
     call_seconds = min(device.segment_seconds for device in problem.target.devices)
-    return min(alone, default=np.inf) <= ONE_DEVICE_RATIO * _goal_seconds(problem) + call_seconds
+    return min(alone, default=np.inf) <= ONE_DEVICE_RATIO * goal + call_seconds
 
 
 def _explore_in_rounds(
-    problem: PlacementProblem, given: Sequence[Candidate], budget: Budget, seed: int, promising: Candidate | None
+    problem: PlacementProblem,
+    given: Sequence[Candidate],
+    budget: Budget,
+    seed: int,
+    goal: float,
+    promising: Candidate | None,
 ) -> Explored:
     """Search from given candidates; where the budget is eager, in rounds from the best so far while that gains much."""
-    ladder, began, moves = coarsen(problem), time.perf_counter(), 0
-    goal = _goal_seconds(problem) * (1 + budget.tolerance)
+    ladder, began, moves, goal = coarsen(problem), time.perf_counter(), 0, goal * (1 + budget.tolerance)
     worth = budget.proposals or count_worthwhile_moves(problem)
     rounds = [replace(budget, proposals=int(np.ceil(share * worth))) for share in ROUNDS] if budget.eager else [budget]
     for part in rounds:

@@ -20,7 +20,6 @@ from onnxplace.driver.candidates import (
     Strategy,
     create_pass,
     place_on_one_device,
-    rank_texts,
 )
 from onnxplace.driver.choose import Objective, list_ways
 from onnxplace.errors import Diagnostic, Figure, UsageError
@@ -29,7 +28,7 @@ from onnxplace.model.model import Model
 from onnxplace.pipeline.select_placer import BAECHI, OBJECTIVES, ObjectiveName
 from onnxplace.problem import predict_single_device_seconds
 from onnxplace.state import Pass, State
-from onnxplace.utils.quantities import format_bytes, format_milliseconds
+from onnxplace.utils.quantities import format_bytes, format_milliseconds, list_first
 
 # ------------------------------------------------------------------------------------------------- groupings
 
@@ -234,7 +233,7 @@ def _describe(
     fitting: Sequence[Candidate], infeasible: Sequence[InfeasibleStrategy], kept: Candidate
 ) -> list[Diagnostic]:
     """Return the note that lists what was considered."""
-    texts = rank_texts(
+    texts = list_first(
         [f"{item.name}: {format_milliseconds(item.step_seconds)}" for item in _rank(fitting)], MAX_LISTED
     )
     if infeasible:
